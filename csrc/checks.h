@@ -1,0 +1,74 @@
+// The front door's checks: every message names the op, what was expected and what came. std::invalid_argument becomes
+// Python's ValueError.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace attn_ext {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <class... Parts>
+[[noreturn]] void refuse(const char* op, const Parts&... parts) {
+  std::ostringstream message;
+  message << "attn_ext." << op << ": ";
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+template <class... Parts>
+void expect(bool condition, const char* op, const Parts&... parts) {
+  if (!condition) refuse(op, parts...);
+}
+
+inline std::string shape_string(const Tensor& t) {
+  std::string text = "(";
+  for (int64_t d = 0; d < t.dim(); ++d) text += (d ? ", " : "") + std::to_string(t.size(d));
+  return text + (t.dim() == 1 ? ",)" : ")");
+}
+
+inline const char* dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    default:
+      return "another dtype";
+  }
+}
+
+inline bool is_float(ScalarType type) {
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half ||
+         type == ScalarType::Double;
+}
+
+inline void expect_cpu(const char* op, const char* name, const Tensor& t) {
+  expect(t.is_cpu(), op, name, " must be on the CPU, like the other tensors of this call");
+}
+
+}  // namespace attn_ext

@@ -1,0 +1,510 @@
+// Gradients of attention, recomputing the weights instead of having stored them. Letters as in forward-inl.h; go = the
+// gradient that comes in for out, glse the one for lse.
+//
+//   delta_i = Σ_d go_id · out_id − glse_i                                  once a row
+//   for each block of 128 keys, for each block of 96 rows:
+//     1. s = q · kᵀ; x = finish_scores(s)                                   as in the forward pass, the same bits
+//        p = exp2((x − m_i)·c) / l_i                                        m and l saved apart: their lse loses them
+//                                                                           where |m| is huge
+//     2. dp = go · vᵀ                                                       (dropped weights: 0, others / (1 − p_drop))
+//     3. ds = p ∘ (dp − delta)                                              which is the bias' gradient
+//     4. dv += pᵀ · go;   dk += dsᵀ · q · scale;   dq += ds · k · scale     ds times the softcap's derivative
+//
+// Every sum is one chain in a fixed order (dk, dv over heads of the group and rows; dq over keys), so gradients have the
+// same bits for any number of threads. dk and dv of the block stay in cache while the rows pass by; dq goes out to
+// memory and comes back for every key block, in their order.
+//
+// A task is one key/value head with all its key blocks. Where there are too few heads to go round, a task is a key
+// block, and the tasks of a head run as a wavefront: block n may add to dq of row block t once block n − 1 has.
+#pragma once
+
+namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
+namespace {
+
+template <class T>
+class BackwardWorker {
+  using V = Vec<T>;
+  static constexpr int N = V::N;
+  static constexpr int64_t kKeys = kBackwardKeys, kRows = kBackwardRows;
+  static_assert(kKeys % kPanel<T> == 0);
+
+ public:
+  // dq on its way: T rows, in the output itself where it can hold them.
+  struct QueryGradients {
+    T* rows = nullptr;
+    int64_t stride = 0;
+  };
+
+  // The tile's place: batch entry, key/value head, head of the group, first row, first key.
+  struct Place {
+    int64_t b = 0, hkv = 0, g = 0, row = 0, key = 0;
+  };
+
+  BackwardWorker(const BackwardParams& p, const T* delta)
+      : p_(p),
+        delta_(delta),
+        units_(p),
+        group_(p.Hq / p.Hkv),
+        d_(round_up_to(p.D, N)),
+        dv_(round_up_to(p.Dv, N)),
+        scratch_(layout(nullptr)) {
+    layout(scratch_.data());
+  }
+
+  void begin_sequence(int64_t b) { sequence_ = sequence_of(p_, b); }
+  const Sequence& sequence() const { return sequence_; }
+  int64_t row_blocks() const { return ceil_div(sequence_.Lq, kRows); }
+
+  // Packs keys [key, key + kKeys) of one key/value head, as both products want them.
+  void begin_keys(const Place& at) {
+    keys_ = std::min(kKeys, sequence_.Lk - at.key);
+    const int64_t row = sequence_.k_row + at.key;
+    const char* k = address(p_.k, p_.batch_inner, at.b, at.hkv, row);
+    keys_finite_ = pack_transposed<T>(p_.k, k, keys_, p_.D, k_panels_);
+    pack_transposed<T>(p_.v, address(p_.v, p_.batch_inner, at.b, at.hkv, row), keys_, p_.Dv, v_panels_);
+    if (p_.dq) pack_rows<T>(p_.k, k, keys_, p_.D, kKeys, k_rows_);
+  }
+
+  void clear_key_gradients() {
+    std::fill(dk_rows_, dk_rows_ + kKeys * d_, T(0));
+    std::fill(dv_rows_, dv_rows_ + kKeys * dv_, T(0));
+  }
+
+  // Steps 1 to 3 for one tile; false where no row sees a key of it by position.
+  bool compute_tile(const Place& at) {
+    const int64_t h = at.hkv * group_ + at.g;
+    rows_ = std::min(kRows, sequence_.Lq - at.row);
+    bool any = false, all = true;
+    for (int64_t r = 0; r < rows_; ++r) {
+      row_[r] = {at.b, h, at.row + r, visible_keys(p_, sequence_, at.row + r)};
+      const KeyRange keys = row_[r].keys;
+      any |= keys.lo < at.key + keys_ && keys.hi > at.key;
+      all &= keys.lo <= at.key && keys.hi >= at.key + keys_;
+    }
+    if (!any || padding_mask_hides_all(p_, at.b, at.key, keys_)) return false;
+    some_hidden_ = !all || p_.mask || p_.bias[0] || p_.bias[1];
+    load_rows(at.b, h);
+
+    multiply_panels<T, Start::zero, Along::k>(rows_, round_up_to(keys_, N), p_.D, q_rows_, d_, k_panels_,
+                                              {kPanel<T> * p_.D, 0}, p_tile_, kKeys);
+    multiply_panels<T, Start::zero, Along::k>(rows_, round_up_to(keys_, N), p_.Dv, go_rows_, dv_, v_panels_,
+                                              {kPanel<T> * p_.Dv, 0}, ds_tile_, kKeys);
+
+    const Stretch s{at.key, at.key, at.key + round_up_to(keys_, N), at.key + keys_};
+    const bool plain = all && !units_.scaled && !p_.mask;
+    const auto* max = row_address<const T>(p_.row_max, at.b, h) + sequence_.q_row;
+    const auto* sum = row_address<const T>(p_.row_sum, at.b, h) + sequence_.q_row;
+    const T* delta = delta_of(at.b, h);
+    for (int64_t r = 0; r < rows_; ++r) {
+      T* x = p_tile_ + r * kKeys;
+      if (!plain) {
+        finish_scores<T>(p_, units_, sequence_, row_[r], s, buffers_, x,
+                         p_.softcap != 0.0 ? cap_tile_ + r * kKeys : nullptr);
+      }
+      weights_and_scores(r, s, max[row_[r].i], sum[row_[r].i], delta[row_[r].i]);
+    }
+    return true;
+  }
+
+  // Step 4 for dk and dv.
+  void add_key_gradients() {
+    if (p_.softcap != 0.0) apply_cap_derivative();
+    if (exclude_hidden()) return add_key_gradients_visible();
+    if (p_.dv) {
+      multiply_panels<T, Start::from_c, Along::rows>(keys_, dv_, rows_, p_tile_, kKeys, go_rows_, {kPanel<T>, dv_},
+                                                     dv_rows_, dv_);
+    }
+    if (p_.dk) {
+      multiply_panels<T, Start::from_c, Along::rows>(keys_, d_, rows_, ds_tile_, kKeys, q_rows_, {kPanel<T>, d_},
+                                                     dk_rows_, d_);
+    }
+  }
+
+  // Step 4 for dq.
+  void add_query_gradients(QueryGradients dq) {
+    if (exclude_hidden()) return add_query_gradients_visible(dq);
+    multiply_panels<T, Start::from_c, Along::k>(rows_, d_, keys_, ds_tile_, kKeys, k_rows_, {kPanel<T> * kKeys, 0},
+                                                dq.rows, dq.stride);
+  }
+
+  void store_key_gradients(const Place& at) {
+    const T factor = static_cast<T>(units_.scaled ? p_.scale : std::fabs(p_.scale));
+    for (int64_t j = 0; j < keys_; ++j) {
+      const int64_t row = sequence_.k_row + at.key + j;
+      if (p_.dk) {
+        store_row<T>(p_.dk, address(p_.dk, p_.batch_inner, at.b, at.hkv, row), p_.D, factor, dk_rows_ + j * d_);
+      }
+      if (p_.dv) {
+        store_row<T>(p_.dv, address(p_.dv, p_.batch_inner, at.b, at.hkv, row), p_.Dv, T(1), dv_rows_ + j * dv_);
+      }
+    }
+  }
+
+  // Where dq of the rows from at.row on is summed up: in the output where it is T and vectors fit its rows, otherwise in
+  // `memory` ([G · Lq][padded D], zeros).
+  QueryGradients query_gradients(const Place& at, T* memory) const {
+    if (memory) return {memory + (at.g * sequence_.Lq + at.row) * d_, d_};
+    const int64_t h = at.hkv * group_ + at.g;
+    return {reinterpret_cast<T*>(address(p_.dq, p_.batch_inner, at.b, h, sequence_.q_row + at.row)), p_.dq.stride_l};
+  }
+
+  void store_query_gradients(const Place& at, QueryGradients dq) {
+    const int64_t h = at.hkv * group_ + at.g;
+    for (int64_t r = 0; r < std::min(kRows, sequence_.Lq - at.row); ++r) {
+      store_row<T>(p_.dq, address(p_.dq, p_.batch_inner, at.b, h, sequence_.q_row + at.row + r), p_.D,
+                   static_cast<T>(p_.scale), dq.rows + r * dq.stride);
+    }
+  }
+
+  // The bias' gradient of this tile straight into dbias, for a bias with an entry of its own for every score.
+  void store_bias_gradients(const Place& at, int n) {
+    const TensorView& out = p_.dbias[n];
+    for (int64_t r = 0; r < rows_; ++r) {
+      store_row<T>(out, address(out, p_.batch_inner, at.b, row_[r].h, row_[r].i, at.key), keys_, T(1),
+                   ds_tile_ + r * kKeys);
+    }
+  }
+
+  int64_t rows() const { return rows_; }
+  int64_t keys() const { return keys_; }
+  const T* score_gradients(int64_t r) const { return ds_tile_ + r * kKeys; }
+
+ private:
+  size_t layout(char* base) {
+    Carver carve(base);
+    row_ = carve.take<ScoreRow>(kRows);
+    q_rows_ = carve.take<T>(kRows * d_);
+    go_rows_ = carve.take<T>(kRows * dv_);
+    k_panels_ = carve.take<T>(kKeys * p_.D);
+    v_panels_ = carve.take<T>(kKeys * p_.Dv);
+    k_rows_ = carve.take<T>(kKeys * d_);
+    dk_rows_ = carve.take<T>(kKeys * d_);
+    dv_rows_ = carve.take<T>(kKeys * dv_);
+    p_tile_ = carve.take<T>(kRows * kKeys);
+    ds_tile_ = carve.take<T>(kRows * kKeys);
+    cap_tile_ = carve.take<T>(p_.softcap != 0.0 ? kRows * kKeys : 0);
+    buffers_.numbers = carve.take<T>(kKeys);
+    buffers_.bytes = carve.take<uint8_t>(kKeys);
+    keep_ = carve.take<uint8_t>(kKeys);
+    hidden_ = carve.take<uint8_t>(kRows * kKeys);
+    return carve.used();
+  }
+
+  const T* delta_of(int64_t b, int64_t h) const {
+    return delta_ + b * p_.row_max.stride_b + h * p_.row_max.stride_h + sequence_.q_row;
+  }
+
+  void load_rows(int64_t b, int64_t h) {
+    FiniteCheck<T> check;
+    for (int64_t r = 0; r < rows_; ++r) {
+      const int64_t row = sequence_.q_row + row_[r].i;
+      load_row(p_.q, address(p_.q, p_.batch_inner, b, h, row), p_.D, units_.q_factor, q_rows_ + r * d_, d_, check);
+      load_row(p_.grad_out, address(p_.grad_out, p_.batch_inner, b, h, row), p_.Dv, T(1), go_rows_ + r * dv_, dv_,
+               check);
+    }
+    rows_finite_ = check.all_finite();
+  }
+
+  static void load_row(const TensorView& view, const char* src, int64_t n, T factor, T* dst, int64_t padded,
+                       FiniteCheck<T>& check) {
+    copy_row_scaled<T>(view, src, n, factor, dst);
+    std::fill(dst + n, dst + padded, T(0));
+    for (int64_t d = 0; d < padded; d += N) check.see(V::load(dst + d));
+  }
+
+  // p and ds of one row, from x in p_tile_ and dp in ds_tile_. Where something may be hidden both are exactly 0 there.
+  void weights_and_scores(int64_t r, const Stretch& s, T max, T sum, T delta) {
+    T* p = p_tile_ + r * kKeys;
+    T* ds = ds_tile_ + r * kKeys;
+    const int64_t count = s.to - s.start;
+    const V m = V::broadcast(max == -kInfinity<T> ? T(0) : max), c = V::broadcast(units_.c);
+    const V inverse = V::broadcast(sum == T(0) ? T(0) : T(1) / sum), minus = V::broadcast(delta);
+    if (p_.dropout) {
+      dropout_keep(p_.dropout_seed, p_.dropout_threshold, row_[r].b, row_[r].h, row_[r].i, s.start, count, keep_);
+    }
+    const V drop_scale = V::broadcast(static_cast<T>(p_.dropout_scale)), none = V::zero();
+    const V minus_infinity = V::broadcast(-kInfinity<T>);
+    uint8_t* hidden = exclude_hidden() ? hidden_ + r * kKeys : nullptr;
+    for (int64_t j = 0; j < count; j += N) {
+      const V x = V::load(p + j);
+      V weight = exp2_nonpositive<T>((x - m) * c) * inverse;
+      V dp = V::load(ds + j), used = weight;
+      if (p_.dropout) {
+        const auto kept = V::nonzero_bytes(keep_ + j);
+        dp = V::select(kept, dp * drop_scale, none);
+        used = V::select(kept, weight * drop_scale, none);
+      }
+      V gradient = weight * (dp - minus);
+      if (some_hidden_) {
+        const auto out_of_sight = V::equal(x, minus_infinity);
+        gradient = V::select(out_of_sight, none, gradient);
+        used = V::select(out_of_sight, none, used);
+        if (hidden) {
+          T lanes[N];
+          x.store(lanes);
+          for (int64_t n = 0; n < N; ++n) hidden[j + n] = lanes[n] == -kInfinity<T>;
+        }
+      }
+      used.store(p + j);
+      gradient.store(ds + j);
+    }
+  }
+
+  void apply_cap_derivative() {
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t j = 0; j < round_up_to(keys_, N); j += N) {
+        T* at = ds_tile_ + r * kKeys + j;
+        const V capped = V::load(at) * V::load(cap_tile_ + r * kKeys + j);
+        if (some_hidden_) {  // a hidden key's derivative may be NaN
+          V::select(V::equal(V::load(at), V::zero()), V::zero(), capped).store(at);
+        } else {
+          capped.store(at);
+        }
+      }
+    }
+  }
+
+  // A hidden pair's weight 0 must not meet a NaN or Inf of its q, go or k row in step 4.
+  bool exclude_hidden() const { return some_hidden_ && !(rows_finite_ && keys_finite_); }
+
+  // Step 4 as the same chains of multiply-adds, minus the hidden pairs.
+  void add_key_gradients_visible() {
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t j = 0; j < keys_; ++j) {
+        if (hidden_[r * kKeys + j]) continue;
+        if (p_.dv) add_row(dv_, p_tile_[r * kKeys + j], go_rows_ + r * dv_, dv_rows_ + j * dv_);
+        if (p_.dk) add_row(d_, ds_tile_[r * kKeys + j], q_rows_ + r * d_, dk_rows_ + j * d_);
+      }
+    }
+  }
+
+  void add_query_gradients_visible(QueryGradients dq) {
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t j = 0; j < keys_; ++j) {
+        if (hidden_[r * kKeys + j]) continue;
+        const V ds = V::broadcast(ds_tile_[r * kKeys + j]);
+        for (int64_t column = 0; column < d_; column += N) {
+          const int64_t panel = column / kPanel<T> * kPanel<T>;
+          const int64_t width = d_ - panel > N ? kPanel<T> : N;
+          T* at = dq.rows + r * dq.stride + column;
+          V::fma(ds, V::load(k_rows_ + panel * kKeys + j * width + (column - panel)), V::load(at)).store(at);
+        }
+      }
+    }
+  }
+
+  static void add_row(int64_t width, T factor, const T* row, T* to) {
+    for (int64_t d = 0; d < width; d += N) {
+      V::fma(V::broadcast(factor), V::load(row + d), V::load(to + d)).store(to + d);
+    }
+  }
+
+  const BackwardParams& p_;
+  const T* delta_;
+  const ScoreUnits<T> units_;
+  const int64_t group_, d_, dv_;  // Hq / Hkv; D and Dv rounded up to whole vectors
+
+  ScoreRow* row_ = nullptr;                       // [kRows]
+  T *q_rows_ = nullptr, *go_rows_ = nullptr;      // [kRows][d_], [kRows][dv_]
+  T *k_panels_ = nullptr, *v_panels_ = nullptr;   // transposed panels of keys
+  T* k_rows_ = nullptr;                           // panels of columns
+  T *dk_rows_ = nullptr, *dv_rows_ = nullptr;     // [kKeys][d_], [kKeys][dv_]
+  T *p_tile_ = nullptr, *ds_tile_ = nullptr;      // [kRows][kKeys]
+  T* cap_tile_ = nullptr;                         // [kRows][kKeys]
+  RowBuffers<T> buffers_;
+  uint8_t *keep_ = nullptr, *hidden_ = nullptr;   // [kKeys], [kRows][kKeys]
+
+  Scratch scratch_;
+
+  Sequence sequence_;
+  int64_t rows_ = 0, keys_ = 0;
+  bool some_hidden_ = false, rows_finite_ = true, keys_finite_ = true;
+};
+
+// delta of every row, laid out as row_max is.
+template <class T>
+void compute_delta(const BackwardParams& p, const Parallel& parallel, T* delta) {
+  share_tasks(parallel, p.batch * p.Hq, [&](auto&& next) {
+    Scratch scratch(2 * round_up(static_cast<size_t>(p.Dv) * sizeof(T), kCacheLine));
+    Carver carve(scratch.data());
+    T* go = carve.take<T>(p.Dv);
+    T* out = carve.take<T>(p.Dv);
+    for (int64_t task; (task = next()) >= 0;) {
+      const int64_t b = task / p.Hq, h = task % p.Hq;
+      const Sequence sequence = sequence_of(p, b);
+      const int64_t offset = b * p.row_max.stride_b + h * p.row_max.stride_h + sequence.q_row;
+      const auto* max = static_cast<const T*>(p.row_max.data) + offset;
+      const auto* sum = static_cast<const T*>(p.row_sum.data) + offset;
+      const T* glse = p.grad_lse ? row_address<const T>(p.grad_lse, b, h) + sequence.q_row : nullptr;
+      for (int64_t i = 0; i < sequence.Lq; ++i) {
+        const int64_t row = sequence.q_row + i;
+        // A row that sees no key has no gradient, whatever comes in; with a sink its lse is the sink's logit.
+        const bool only_sink = p.sinks && sum[i] == T(1) && max[i] == static_cast<T>(p.sinks[h]);
+        T total = 0;
+        if (sum[i] != T(0) && !only_sink) {
+          copy_row_scaled<T>(p.grad_out, address(p.grad_out, p.batch_inner, b, h, row), p.Dv, T(1), go);
+          copy_row_scaled<T>(p.out, address(p.out, p.batch_inner, b, h, row), p.Dv, T(1), out);
+          for (int64_t d = 0; d < p.Dv; ++d) total += go[d] * out[d];
+        }
+        if (glse && sum[i] != T(0)) total -= glse[i];
+        delta[offset + i] = total;
+      }
+    }
+  });
+}
+
+// dsink_h = −Σ p_sink · delta: the sink is a key whose value is 0.
+template <class T>
+void compute_sink_gradients(const BackwardParams& p, const Parallel& parallel, const T* delta) {
+  share_tasks(parallel, p.Hq, [&](auto&& next) {
+    for (int64_t h; (h = next()) >= 0;) {
+      double total = 0;
+      for (int64_t b = 0; b < p.batch; ++b) {
+        const Sequence sequence = sequence_of(p, b);
+        const int64_t offset = b * p.row_max.stride_b + h * p.row_max.stride_h + sequence.q_row;
+        const auto* max = static_cast<const T*>(p.row_max.data) + offset;
+        const auto* sum = static_cast<const T*>(p.row_sum.data) + offset;
+        for (int64_t i = 0; i < sequence.Lq; ++i) {
+          if (sum[i] == T(0)) continue;
+          total -= std::exp(p.sinks[h] - static_cast<double>(max[i])) / static_cast<double>(sum[i]) *
+                   static_cast<double>(delta[offset + i]);
+        }
+      }
+      p.dsinks[h] = total;
+    }
+  });
+}
+
+// The gradient of a bias that several scores share, in a pass of its own that recomputes ds: a task owns entries of the
+// bias and adds up all that share them in a fixed order, so nothing is added by two threads.
+template <class T>
+void compute_bias_gradients(const BackwardParams& p, const Parallel& parallel, const T* delta, int n) {
+  constexpr int64_t kKeys = kBackwardKeys, kRows = kBackwardRows;
+  using Worker = BackwardWorker<T>;
+  const bool by_b0 = p.bias_varies[n][0], by_b1 = p.bias_varies[n][1];
+  const bool by_h = p.bias_varies[n][2], by_i = p.bias_varies[n][3], by_j = p.bias_varies[n][4];
+  const int64_t inner = p.batch_inner, own_b0s = by_b0 ? p.batch / inner : 1, own_b1s = by_b1 ? inner : 1;
+  const int64_t heads = by_h ? p.Hq : 1;
+  const int64_t row_blocks = ceil_div(p.Lq, kRows), key_blocks = ceil_div(p.Lk, kKeys);
+  const int64_t own_rows = by_i ? row_blocks : 1, own_keys = by_j ? key_blocks : 1;
+  const int64_t group = p.Hq / p.Hkv;
+  share_tasks(parallel, own_b0s * own_b1s * heads * own_rows * own_keys, [&](auto&& next) {
+    Worker worker(p, delta);
+    std::vector<T> sums(static_cast<size_t>((by_i ? kRows : 1) * (by_j ? kKeys : 1)));
+    for (int64_t task; (task = next()) >= 0;) {
+      std::fill(sums.begin(), sums.end(), T(0));
+      const int64_t own_key = task % own_keys, own_row = task / own_keys % own_rows;
+      const int64_t own_h = task / (own_keys * own_rows) % heads, own_b = task / (own_keys * own_rows * heads);
+      const int64_t own_b0 = own_b / own_b1s, own_b1 = own_b % own_b1s;
+      for (int64_t b = 0; b < p.batch; ++b) {
+        if ((by_b0 && b / inner != own_b0) || (by_b1 && b % inner != own_b1)) continue;
+        worker.begin_sequence(b);
+        for (int64_t h = own_h; h < (by_h ? own_h + 1 : p.Hq); ++h) {
+          for (int64_t kb = own_key; kb < (by_j ? own_key + 1 : key_blocks); ++kb) {
+            typename Worker::Place at{b, h / group, h % group, 0, kb * kKeys};
+            worker.begin_keys(at);
+            for (int64_t rb = own_row; rb < (by_i ? own_row + 1 : row_blocks); ++rb) {
+              at.row = rb * kRows;
+              if (!worker.compute_tile(at)) continue;
+              for (int64_t r = 0; r < worker.rows(); ++r) {
+                const T* ds = worker.score_gradients(r);
+                T* to = sums.data() + (by_i ? r * (by_j ? kKeys : 1) : 0);
+                for (int64_t j = 0; j < worker.keys(); ++j) to[by_j ? j : 0] += ds[j];
+              }
+            }
+          }
+        }
+      }
+      const int64_t row = own_row * kRows, key = own_key * kKeys;
+      for (int64_t r = 0; r < (by_i ? std::min(kRows, p.Lq - row) : 1); ++r) {
+        store_row<T>(p.dbias[n],
+                     address(p.dbias[n], inner, own_b0 * inner + own_b1, own_h, by_i ? row + r : 0, by_j ? key : 0),
+                     by_j ? std::min(kKeys, p.Lk - key) : 1, T(1), sums.data() + r * (by_j ? kKeys : 1));
+      }
+    }
+  });
+}
+
+template <class T>
+void backward_of(const BackwardParams& p, const Parallel& parallel) {
+  using Worker = BackwardWorker<T>;
+  using Place = typename Worker::Place;
+  const BackwardPlan plan = plan_backward(p, parallel.run ? parallel.threads : 1);
+  const Parallel threads{plan.threads, parallel.run};
+
+  const int64_t stat_rows = p.cu_q ? p.Hq * p.cu_q[p.batch] : p.batch * p.Hq * p.Lq;
+  const auto delta = std::make_unique_for_overwrite<T[]>(static_cast<size_t>(stat_rows));
+  compute_delta<T>(p, threads, delta.get());
+  if (p.dsinks) compute_sink_gradients<T>(p, threads, delta.get());
+  bool own_bias[kMaxBiases] = {};
+  for (int n = 0; n < kMaxBiases; ++n) {
+    if (!p.dbias[n]) continue;
+    own_bias[n] = std::all_of(std::begin(p.bias_varies[n]), std::end(p.bias_varies[n]), [](bool x) { return x; });
+    if (!own_bias[n]) compute_bias_gradients<T>(p, threads, delta.get(), n);
+  }
+  if (!p.dq && !p.dk && !p.dv && !own_bias[0] && !own_bias[1]) return;
+
+  // dq is summed in the output itself where that holds T in rows of whole vectors.
+  constexpr DType same = sizeof(T) == 4 ? DType::float32 : DType::float64;
+  const bool in_place = p.dq && p.dq.dtype == same && p.dq.stride_d == 1 && p.D % Vec<T>::N == 0;
+  const int64_t unit_dq = p.Hq / p.Hkv * p.Lq * round_up_to(p.D, Vec<T>::N);
+  const bool own_memory = p.dq && !in_place;
+  std::unique_ptr<T[]> shared_dq;
+  std::unique_ptr<std::atomic<int64_t>[]> progress;
+  if (plan.wavefront) {
+    if (own_memory) shared_dq = std::make_unique<T[]>(static_cast<size_t>(plan.units * unit_dq));
+    progress = std::make_unique<std::atomic<int64_t>[]>(static_cast<size_t>(plan.tasks));
+  }
+
+  share_tasks(threads, plan.tasks, [&](auto&& next) {
+    Worker worker(p, delta.get());
+    std::vector<T> unit_memory;
+    for (int64_t task; (task = next()) >= 0;) {
+      const int64_t unit = plan.wavefront ? task / plan.key_blocks : task;
+      Place at{unit / p.Hkv, unit % p.Hkv, 0, 0, 0};
+      worker.begin_sequence(at.b);
+      T* dq_memory = nullptr;
+      if (own_memory) {
+        if (!plan.wavefront) unit_memory.assign(static_cast<size_t>(unit_dq), T(0));
+        dq_memory = plan.wavefront ? shared_dq.get() + unit * unit_dq : unit_memory.data();
+      }
+      // A packed sequence may have fewer key blocks than the longest one.
+      const int64_t key_blocks = ceil_div(worker.sequence().Lk, kBackwardKeys);
+      const int64_t first = plan.wavefront ? task % plan.key_blocks : 0;
+      const int64_t last = plan.wavefront ? std::min(first + 1, key_blocks) : key_blocks;
+      for (int64_t kb = first; kb < last; ++kb) {
+        at.key = kb * kBackwardKeys;
+        worker.begin_keys(at);
+        worker.clear_key_gradients();
+        int64_t step = 0;
+        for (at.g = 0; at.g < p.Hq / p.Hkv; ++at.g) {
+          for (int64_t rb = 0; rb < worker.row_blocks(); ++rb, ++step) {
+            at.row = rb * kBackwardRows;
+            const bool seen = worker.compute_tile(at);
+            if (seen) {
+              for (int n = 0; n < kMaxBiases; ++n) {
+                if (own_bias[n]) worker.store_bias_gradients(at, n);
+              }
+              worker.add_key_gradients();
+            }
+            if (!p.dq) continue;
+            if (plan.wavefront && kb > 0) {
+              const std::atomic<int64_t>& before = progress[static_cast<size_t>(task - 1)];
+              for (int spins = 0; before.load(std::memory_order_acquire) <= step; ++spins) {
+                if (spins > 256) std::this_thread::yield();
+              }
+            }
+            const typename Worker::QueryGradients dq = worker.query_gradients(at, dq_memory);
+            if (seen) worker.add_query_gradients(dq);
+            if (kb == key_blocks - 1) worker.store_query_gradients(at, dq);
+            if (plan.wavefront) progress[static_cast<size_t>(task)].store(step + 1, std::memory_order_release);
+          }
+        }
+        worker.store_key_gradients(at);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE

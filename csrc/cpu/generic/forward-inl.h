@@ -1,0 +1,461 @@
+// out = softmax(scores) · v, without ever holding the Lq × Lk matrix.
+//
+//   for each row:  m = −Inf, l = 0, acc = 0                         row max, sum, unnormalised output
+//   for each block of 256 keys:
+//     1. s = q · kᵀ                                                 register tile over d
+//     2. x = finish_scores(s)                                       scale, cap, biases, masks
+//     3. m' = max(m, max x); p = exp2((x − m')·c);                  vector loop, scores stay in L2
+//        l = l·exp2((m − m')·c) + Σ p;  acc *= exp2((m − m')·c)     (skipped where m stands still: the factor is 1)
+//     4. acc += p · v                                               register tile over keys
+//   out = acc / l
+//
+// (Milakov & Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135.)
+//
+// Memory traffic of one task of R rows: each block of k and v is read once and packed (k transposed), so a packed block
+// serves R ≤ 384 rows. While one 16-column panel of it (4 KB at D = 64) sits in L1, strips of 6 rows (AVX2) pass by.
+// 96 × 256 scores are 96 KB: with packed k, v and the rows of q and acc everything stays inside 512 KB of L2.
+//
+// Rows of all query heads that share a key/value head are stacked: row r is head r / Lq, query r % Lq.
+//
+// Every 1024 keys (a segment) m, l, acc start afresh and are merged left to right, also where one thread does it all:
+// so that segments can be computed by different threads when there are few rows, with the same bits.
+#pragma once
+
+namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
+namespace {
+
+template <class T>
+class ForwardWorker {
+  using V = Vec<T>;
+  static constexpr int N = V::N;
+  static constexpr int MR = kTileRows<T>;
+  static constexpr int64_t kPanelKeys = kPanel<T>;
+
+ public:
+  // Unnormalised rows: what one segment, or several merged ones, know of a row.
+  struct Partial {
+    T* max = nullptr;  // [rows]
+    T* sum = nullptr;  // [rows]
+    T* acc = nullptr;  // [rows][padded_dv]
+  };
+
+  ForwardWorker(const ForwardParams& p, const ForwardPlan& plan)
+      : p_(p), plan_(plan), units_(p), padded_dv_(round_up_to(p.Dv, N)), scratch_(layout(nullptr)) {
+    layout(scratch_.data());
+  }
+
+  static int64_t partial_size(const ForwardParams& p, int64_t rows) {
+    return rows * (round_up_to(p.Dv, N) + 2);
+  }
+
+  static Partial partial_at(const ForwardParams& p, T* memory, int64_t rows) {
+    const int64_t width = round_up_to(p.Dv, N);
+    return {memory + rows * width, memory + rows * (width + 1), memory};
+  }
+
+  // Rows [row_begin, row_end) of key/value head hkv of batch entry b, all keys, to the end.
+  void compute_rows(int64_t b, int64_t hkv, int64_t row_begin, int64_t row_end) {
+    if (!begin_rows(b, hkv, row_begin, row_end)) return;
+    Partial total = first_, segment = second_;
+    clear(total);
+    const int64_t first = key_lo_ / kSegment, last = ceil_div(key_hi_, kSegment);
+    for (int64_t s = first; s < last; ++s) {
+      if (s == first) {
+        compute_segment(s, total);
+      } else {
+        clear(segment);
+        compute_segment(s, segment);
+        merge(segment, total);
+      }
+    }
+    finish(total);
+  }
+
+  // The same rows, one segment of keys, into `partial`.
+  void compute_partial(int64_t b, int64_t hkv, int64_t row_begin, int64_t row_end, int64_t segment, Partial partial) {
+    if (!begin_rows(b, hkv, row_begin, row_end)) return;
+    clear(partial);
+    compute_segment(segment, partial);
+  }
+
+  // The same rows again, from their partials of all segments.
+  void merge_partials(int64_t b, int64_t hkv, int64_t row_begin, int64_t row_end, const Partial* partials) {
+    if (!begin_rows(b, hkv, row_begin, row_end)) return;
+    clear(first_);
+    for (int64_t s = 0; s < plan_.segments; ++s) merge(partials[s], first_);
+    finish(first_);
+  }
+
+ private:
+  size_t layout(char* base) {
+    Carver carve(base);
+    const int64_t rows = plan_.rows_per_task, block_rows = std::min(rows, kRowBlock);
+    const int64_t keys = std::min(kKeyBlock, round_up_to(std::max<int64_t>(p_.Lk, 1), kPanelKeys));
+    keys_capacity_ = keys;
+    row_ = carve.take<ScoreRow>(rows);
+    q_ = carve.take<T>(rows * p_.D);
+    k_ = carve.take<T>(keys * p_.D);
+    v_ = carve.take<T>(keys * padded_dv_);
+    scores_ = carve.take<T>(block_rows * keys);
+    first_ = {carve.take<T>(rows), carve.take<T>(rows), carve.take<T>(rows * padded_dv_)};
+    const int64_t more = p_.Lk > kSegment ? rows : 0;
+    second_ = {carve.take<T>(more), carve.take<T>(more), carve.take<T>(more * padded_dv_)};
+    buffers_.numbers = carve.take<T>(keys);
+    buffers_.bytes = carve.take<uint8_t>(keys);
+    keep_ = carve.take<uint8_t>(keys);
+    hidden_ = carve.take<uint8_t>(block_rows * keys);
+    return carve.used();
+  }
+
+  // Looks up the rows and packs their q. Returns whether there is anything to do.
+  bool begin_rows(int64_t b, int64_t hkv, int64_t row_begin, int64_t row_end) {
+    sequence_ = sequence_of(p_, b);
+    hkv_ = hkv;
+    const int64_t group = p_.Hq / p_.Hkv;
+    row_end = std::min(row_end, group * sequence_.Lq);
+    rows_ = row_end - row_begin;
+    if (rows_ <= 0) return false;
+    key_lo_ = std::numeric_limits<int64_t>::max();
+    key_hi_ = 0;
+    int64_t g = row_begin / sequence_.Lq, i = row_begin % sequence_.Lq;
+    for (int64_t r = 0; r < rows_; ++r) {
+      row_[r] = {b, hkv * group + g, i, visible_keys(p_, sequence_, i)};
+      if (!row_[r].keys.empty()) {
+        key_lo_ = std::min(key_lo_, row_[r].keys.lo);
+        key_hi_ = std::max(key_hi_, row_[r].keys.hi);
+      }
+      copy_row_scaled<T>(p_.q, address(p_.q, p_.batch_inner, b, row_[r].h, sequence_.q_row + i), p_.D,
+                         units_.q_factor, q_ + r * p_.D);
+      if (++i == sequence_.Lq) {
+        i = 0;
+        ++g;
+      }
+    }
+    if (key_lo_ >= key_hi_) key_lo_ = key_hi_ = 0;
+    return true;
+  }
+
+  void clear(Partial t) {
+    std::fill(t.max, t.max + rows_, -kInfinity<T>);
+    std::fill(t.sum, t.sum + rows_, T(0));
+    std::fill(t.acc, t.acc + rows_ * padded_dv_, T(0));
+  }
+
+  void compute_segment(int64_t segment, Partial t) {
+    const int64_t lo = std::max(key_lo_, segment * kSegment), hi = std::min(key_hi_, (segment + 1) * kSegment);
+    for (int64_t start = lo / kKeyBlock * kKeyBlock; start < hi; start += kKeyBlock) {
+      const int64_t end = std::min(start + kKeyBlock, hi);
+      if (padding_mask_hides_all(p_, sequence_.b, start, end - start)) continue;
+      pack_block(start, end);
+      for (int64_t r = 0; r < rows_; r += kRowBlock) compute_block(r, std::min(rows_, r + kRowBlock), t);
+    }
+  }
+
+  void pack_block(int64_t start, int64_t end) {
+    block_start_ = start;
+    block_keys_ = end - start;
+    const int64_t row = sequence_.k_row + start;
+    pack_transposed<T>(p_.k, address(p_.k, p_.batch_inner, sequence_.b, hkv_, row), block_keys_, p_.D, k_);
+    if (p_.Dv > 0) {
+      values_finite_ = pack_rows<T>(p_.v, address(p_.v, p_.batch_inner, sequence_.b, hkv_, row), block_keys_, p_.Dv,
+                                    keys_capacity_, v_);
+    }
+  }
+
+  // Panels [begin, end) of the packed block hold every key that one of a strip's rows may see.
+  struct PanelRange {
+    int64_t begin = 0, end = 0;
+    bool all_visible = true;  // and every row sees all of them by position
+  };
+
+  PanelRange panels_of(int64_t row_begin, int64_t row_end) const {
+    int64_t lo = block_keys_, hi = 0, lo_max = 0, hi_min = block_keys_;
+    for (int64_t r = row_begin; r < row_end; ++r) {
+      const KeyRange keys = row_[r].keys;
+      const int64_t from = std::clamp<int64_t>(keys.lo - block_start_, 0, block_keys_);
+      const int64_t to = std::clamp<int64_t>(keys.hi - block_start_, 0, block_keys_);
+      lo_max = std::max(lo_max, from);
+      hi_min = std::min(hi_min, to);
+      if (from < to) {
+        lo = std::min(lo, from);
+        hi = std::max(hi, to);
+      }
+    }
+    if (lo >= hi) return {};
+    PanelRange range{lo / kPanelKeys, ceil_div(hi, kPanelKeys), false};
+    range.all_visible = lo_max <= range.begin * kPanelKeys && hi_min >= padded_keys(range.end);
+    return range;
+  }
+
+  int64_t padded_keys(int64_t panel_end) const {
+    return std::min(panel_end * kPanelKeys, round_up_to(block_keys_, N));
+  }
+
+  void compute_block(int64_t row_begin, int64_t row_end, Partial t) {
+    const int64_t ld = keys_capacity_;
+    constexpr int64_t kMaxStrips = kRowBlock / MR + (kRowBlock % MR != 0);
+    PanelRange ranges[kMaxStrips];
+    int64_t first = std::numeric_limits<int64_t>::max(), last = 0;
+    for (int64_t r = row_begin, strip = 0; r < row_end; r += MR, ++strip) {
+      ranges[strip] = panels_of(r, std::min(r + MR, row_end));
+      if (ranges[strip].begin < ranges[strip].end) {
+        first = std::min(first, ranges[strip].begin);
+        last = std::max(last, ranges[strip].end);
+      }
+    }
+    if (first >= last) return;
+
+    // 1. s = q · kᵀ, panel by panel
+    for (int64_t panel = first; panel < last; ++panel) {
+      const int vecs = padded_keys(panel + 1) - panel * kPanelKeys > N ? kTileVecs : 1;
+      const T* k = k_ + panel * kPanelKeys * p_.D;
+      for (int64_t r = row_begin, strip = 0; r < row_end; r += MR, ++strip) {
+        if (panel < ranges[strip].begin || panel >= ranges[strip].end) continue;
+        multiply<T, Start::zero, Along::k>(std::min<int64_t>(MR, row_end - r), vecs, p_.D, q_ + r * p_.D, p_.D, k,
+                                           vecs * N, scores_ + (r - row_begin) * ld + panel * kPanelKeys, ld);
+      }
+    }
+
+    // 2. and 3. row by row
+    const bool exclude_hidden = p_.Dv > 0 && !values_finite_;
+    for (int64_t r = row_begin, strip = 0; r < row_end; r += MR, ++strip) {
+      const PanelRange range = ranges[strip];
+      if (range.begin >= range.end) continue;
+      const Stretch s{block_start_, block_start_ + range.begin * kPanelKeys, block_start_ + padded_keys(range.end),
+                      block_start_ + block_keys_};
+      const bool plain = range.all_visible && !units_.scaled && !p_.mask;
+      for (int64_t i = r; i < std::min(r + MR, row_end); ++i) {
+        T* x = scores_ + (i - row_begin) * ld;
+        if (!plain) finish_scores<T>(p_, units_, sequence_, row_[i], s, buffers_, x);
+        if (exclude_hidden) {
+          for (int64_t j = s.from - s.start; j < s.to - s.start; ++j) {
+            hidden_[(i - row_begin) * ld + j] = x[j] == -kInfinity<T>;
+          }
+        }
+        softmax_row(i, s, x, t);
+      }
+    }
+
+    // 4. acc += p · v
+    if (p_.Dv == 0) return;
+    if (exclude_hidden) return accumulate_visible(row_begin, row_end, ranges, t);
+    for (int64_t column = 0; column < padded_dv_; column += kPanel<T>) {
+      const int vecs = padded_dv_ - column > N ? kTileVecs : 1;
+      const T* v = v_ + column * keys_capacity_;
+      for (int64_t r = row_begin, strip = 0; r < row_end; r += MR, ++strip) {
+        const int64_t from = ranges[strip].begin * kPanelKeys;
+        const int64_t to = std::min(ranges[strip].end * kPanelKeys, block_keys_);
+        if (from >= to) continue;
+        multiply<T, Start::from_c, Along::k>(std::min<int64_t>(MR, row_end - r), vecs, to - from,
+                                             scores_ + (r - row_begin) * ld + from, ld, v + from * vecs * N, vecs * N,
+                                             t.acc + r * padded_dv_ + column, padded_dv_);
+      }
+    }
+  }
+
+  // Turns the scores of one row into unnormalised weights in place, and moves the row's max, sum and acc along.
+  void softmax_row(int64_t r, const Stretch& s, T* x, Partial t) {
+    const int64_t from = s.from - s.start, to = s.to - s.start;
+    const T block_max = row_max(x, from, to);
+    const T before = t.max[r], now = std::max(before, block_max);
+    t.max[r] = now;
+    const T offset = now == -kInfinity<T> ? T(0) : now;  // nothing seen yet: −Inf − (−Inf) would be NaN
+    const V m = V::broadcast(offset), c = V::broadcast(units_.c);
+    V sum0 = V::zero(), sum1 = V::zero();
+    int64_t j = from;
+    for (; j + 2 * N <= to; j += 2 * N) {
+      const V p0 = exp2_nonpositive<T>((V::load(x + j) - m) * c);
+      const V p1 = exp2_nonpositive<T>((V::load(x + j + N) - m) * c);
+      sum0 = sum0 + p0;
+      sum1 = sum1 + p1;
+      p0.store(x + j);
+      p1.store(x + j + N);
+    }
+    if (j < to) {
+      const V p0 = exp2_nonpositive<T>((V::load(x + j) - m) * c);
+      sum0 = sum0 + p0;
+      p0.store(x + j);
+    }
+    const T block_sum = (sum0 + sum1).sum();
+    if (now != before) {
+      const T factor = exp2_nonpositive<T>((before - now) * units_.c);
+      t.sum[r] *= factor;
+      T* acc = t.acc + r * padded_dv_;
+      for (int64_t d = 0; d < padded_dv_; d += N) (V::load(acc + d) * V::broadcast(factor)).store(acc + d);
+    }
+    t.sum[r] += block_sum;
+    if (p_.dropout) drop(r, s, x);
+  }
+
+  // The largest score; NaNs are passed over here and come back through the weights.
+  static T row_max(const T* x, int64_t from, int64_t to) {
+    V a = V::broadcast(-kInfinity<T>), b = a, c = a, d = a;
+    int64_t j = from;
+    for (; j + 4 * N <= to; j += 4 * N) {
+      a = V::max(V::load(x + j), a);
+      b = V::max(V::load(x + j + N), b);
+      c = V::max(V::load(x + j + 2 * N), c);
+      d = V::max(V::load(x + j + 3 * N), d);
+    }
+    for (; j < to; j += N) a = V::max(V::load(x + j), a);
+    return V::max(V::max(a, b), V::max(c, d)).largest();
+  }
+
+  void drop(int64_t r, const Stretch& s, T* x) {
+    dropout_keep(p_.dropout_seed, p_.dropout_threshold, row_[r].b, row_[r].h, row_[r].i, s.from, s.to - s.from, keep_);
+    const V scale = V::broadcast(static_cast<T>(p_.dropout_scale));
+    for (int64_t j = 0; j < s.to - s.from; j += N) {
+      T* at = x + (s.from - s.start) + j;
+      V::select(V::nonzero_bytes(keep_ + j), V::load(at) * scale, V::zero()).store(at);
+    }
+  }
+
+  // Step 4 where v holds NaN or Inf: a hidden key's weight 0 times its NaN must not reach the row. The same chain of
+  // multiply-adds for every element, minus the hidden keys (whose products are zeros elsewhere).
+  void accumulate_visible(int64_t row_begin, int64_t row_end, const PanelRange* ranges, Partial t) {
+    const int64_t ld = keys_capacity_;
+    for (int64_t r = row_begin; r < row_end; ++r) {
+      const PanelRange range = ranges[(r - row_begin) / MR];
+      const int64_t to = std::min(range.end * kPanelKeys, block_keys_);
+      for (int64_t column = 0; column < padded_dv_; column += N) {
+        const int64_t panel = column / kPanel<T> * kPanel<T>;
+        const int64_t width = padded_dv_ - panel > N ? kPanel<T> : N;
+        const T* v = v_ + panel * keys_capacity_ + (column - panel);
+        T* at = t.acc + r * padded_dv_ + column;
+        V acc = V::load(at);
+        for (int64_t j = range.begin * kPanelKeys; j < to; ++j) {
+          if (hidden_[(r - row_begin) * ld + j]) continue;
+          acc = V::fma(V::broadcast(scores_[(r - row_begin) * ld + j]), V::load(v + j * width), acc);
+        }
+        acc.store(at);
+      }
+    }
+  }
+
+  // total = total merged with the next segment to its right.
+  void merge(const Partial& next, Partial total) {
+    for (int64_t r = 0; r < rows_; ++r) {
+      const T now = std::max(total.max[r], next.max[r]);
+      const T a = total.max[r] == now ? T(1) : exp2_nonpositive<T>((total.max[r] - now) * units_.c);
+      const T b = next.max[r] == now ? T(1) : exp2_nonpositive<T>((next.max[r] - now) * units_.c);
+      total.max[r] = now;
+      total.sum[r] = total.sum[r] * a + next.sum[r] * b;
+      const V va = V::broadcast(a), vb = V::broadcast(b);
+      T* acc = total.acc + r * padded_dv_;
+      const T* add = next.acc + r * padded_dv_;
+      for (int64_t d = 0; d < padded_dv_; d += N) V::fma(V::load(add + d), vb, V::load(acc + d) * va).store(acc + d);
+    }
+  }
+
+  // Adds the sink, divides by the sum, stores the rows and their statistics.
+  void finish(Partial t) {
+    for (int64_t r = 0; r < rows_; ++r) {
+      const ScoreRow& row = row_[r];
+      T* acc = t.acc + r * padded_dv_;
+      T max = t.max[r], sum = t.sum[r];
+      const T sink = p_.sinks ? static_cast<T>(p_.sinks[row.h]) : -kInfinity<T>;
+      T factor = 1;
+      if (sink != -kInfinity<T>) {
+        const T now = std::max(max, sink);
+        factor = max == now ? T(1) : exp2_nonpositive<T>((max - now) * units_.c);
+        sum = sum * factor + (sink == now ? T(1) : exp2_nonpositive<T>((sink - now) * units_.c));
+        max = now;
+      }
+      const T inverse = sum == T(0) ? T(0) : T(1) / sum;
+      if (p_.Dv > 0) {
+        store_row<T>(p_.out, address(p_.out, p_.batch_inner, row.b, row.h, sequence_.q_row + row.i), p_.Dv,
+                     factor * inverse, acc);
+      }
+      const int64_t at = sequence_.q_row + row.i;
+      if (p_.row_max) row_address<T>(p_.row_max, row.b, row.h)[at] = max;
+      if (p_.row_sum) row_address<T>(p_.row_sum, row.b, row.h)[at] = sum;
+      if (p_.lse) {
+        row_address<T>(p_.lse, row.b, row.h)[at] =
+            sum == T(0) ? -kInfinity<T> : static_cast<T>(max * units_.unit + std::log(sum));
+      }
+    }
+  }
+
+  const ForwardParams& p_;
+  const ForwardPlan& plan_;
+  const ScoreUnits<T> units_;
+  const int64_t padded_dv_;
+  int64_t keys_capacity_ = 0;
+
+  ScoreRow* row_ = nullptr;      // [rows]
+  T* q_ = nullptr;               // [rows][D]
+  T* k_ = nullptr;               // panels of kPanelKeys keys: [panel][D][keys]
+  T* v_ = nullptr;               // panels of kPanel columns: [panel][keys][columns]
+  T* scores_ = nullptr;          // [kRowBlock][keys]
+  Partial first_, second_;
+  RowBuffers<T> buffers_;
+  uint8_t* keep_ = nullptr;      // [keys]
+  uint8_t* hidden_ = nullptr;    // [kRowBlock][keys]
+
+  Scratch scratch_;
+
+  // The rows being worked on.
+  Sequence sequence_;
+  int64_t hkv_ = 0, rows_ = 0;
+  int64_t key_lo_ = 0, key_hi_ = 0;  // keys that any of them may see
+  // The packed block.
+  int64_t block_start_ = 0, block_keys_ = 0;
+  bool values_finite_ = true;
+};
+
+template <class T>
+void forward_of(const ForwardParams& p, const Parallel& parallel) {
+  const ForwardPlan plan = plan_forward(p, parallel.run ? parallel.threads : 1);
+  using Worker = ForwardWorker<T>;
+  const Parallel threads{plan.threads, parallel.run};
+
+  // Long rows first: with causal masks later rows see more keys.
+  struct Place {
+    int64_t b, hkv, row_begin, row_end, row_task;
+  };
+  const auto place_of = [&](int64_t unit, int64_t row_task) -> Place {
+    row_task = plan.row_tasks - 1 - row_task;
+    return {unit / p.Hkv, unit % p.Hkv, row_task * plan.rows_per_task, (row_task + 1) * plan.rows_per_task, row_task};
+  };
+
+  if (plan.segments == 1) {
+    share_tasks(threads, ceil_div(plan.tasks, plan.tasks_per_grab), [&](auto&& next) {
+      Worker worker(p, plan);
+      for (int64_t grab; (grab = next()) >= 0;) {
+        const int64_t end = std::min(plan.tasks, (grab + 1) * plan.tasks_per_grab);
+        for (int64_t task = grab * plan.tasks_per_grab; task < end; ++task) {
+          const Place at = place_of(task / plan.row_tasks, task % plan.row_tasks);
+          worker.compute_rows(at.b, at.hkv, at.row_begin, at.row_end);
+        }
+      }
+    });
+    return;
+  }
+
+  // Few rows, many keys: all segments of all row tasks first, then the merges.
+  const int64_t partial_size = Worker::partial_size(p, plan.rows_per_task);
+  const auto memory = std::make_unique_for_overwrite<T[]>(static_cast<size_t>(plan.tasks * partial_size));
+  const auto partial = [&](int64_t task) {
+    return Worker::partial_at(p, memory.get() + task * partial_size, plan.rows_per_task);
+  };
+  share_tasks(threads, plan.tasks, [&](auto&& next) {
+    Worker worker(p, plan);
+    for (int64_t task; (task = next()) >= 0;) {
+      const int64_t rows = task / plan.segments, segment = task % plan.segments;
+      const Place at = place_of(rows / plan.row_tasks, rows % plan.row_tasks);
+      worker.compute_partial(at.b, at.hkv, at.row_begin, at.row_end, segment, partial(task));
+    }
+  });
+  share_tasks(threads, plan.tasks / plan.segments, [&](auto&& next) {
+    Worker worker(p, plan);
+    std::vector<typename Worker::Partial> partials(static_cast<size_t>(plan.segments));
+    for (int64_t rows; (rows = next()) >= 0;) {
+      const Place at = place_of(rows / plan.row_tasks, rows % plan.row_tasks);
+      for (int64_t s = 0; s < plan.segments; ++s) partials[static_cast<size_t>(s)] = partial(rows * plan.segments + s);
+      worker.merge_partials(at.b, at.hkv, at.row_begin, at.row_end, partials.data());
+    }
+  });
+}
+
+}  // namespace
+}  // namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE

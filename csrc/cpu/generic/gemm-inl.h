@@ -1,0 +1,96 @@
+// The register tile that every product goes through: C[MR × NV·N] = (C +) A · B.
+//
+// Each element of C is one chain of fused multiply-adds over k in rising order, whatever the tile around it looks like.
+// That is why a row of the result has the same bits alone, in a chunk, or in a full pass.
+#pragma once
+
+namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
+namespace {
+
+enum class Start { zero, from_c };
+
+// A's neighbours in memory: along k (a row-major A) or along its rows (a transposed A).
+enum class Along { k, rows };
+
+template <class T>
+inline constexpr int kTileRows = Vec<T>::kTileRows;
+
+// Vectors of B in a full tile, and so the width of the panels that B is packed in.
+inline constexpr int kTileVecs = 2;
+
+template <class T>
+inline constexpr int kPanel = kTileVecs * Vec<T>::N;
+
+// A is read at a[r·lda + k] (Along::k) or a[k·lda + r] (Along::rows); B at b[k·ldb …]; C at c[r·ldc …].
+template <class T, int MR, int NV, Start start, Along along>
+inline void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc) {
+  using V = Vec<T>;
+  V acc[MR][NV];
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 2
+    for (int n = 0; n < NV; ++n) {
+      acc[r][n] = start == Start::zero ? V::zero() : V::load(c + r * ldc + n * V::N);
+    }
+  }
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < K; ++k) {
+    V bk[NV];
+#pragma GCC unroll 2
+    for (int n = 0; n < NV; ++n) bk[n] = V::load(b + k * ldb + n * V::N);
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r) {
+      const V ark = V::broadcast_from(along == Along::k ? a + r * lda + k : a + k * lda + r);
+#pragma GCC unroll 2
+      for (int n = 0; n < NV; ++n) acc[r][n] = V::fma(ark, bk[n], acc[r][n]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 2
+    for (int n = 0; n < NV; ++n) acc[r][n].store(c + r * ldc + n * V::N);
+  }
+}
+
+template <class T, int NV, Start start, Along along, int MR = kTileRows<T>>
+inline void tile_of(int64_t rows, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc) {
+  if constexpr (MR > 1) {
+    if (rows < MR) return tile_of<T, NV, start, along, MR - 1>(rows, K, a, lda, b, ldb, c, ldc);
+  }
+  tile<T, MR, NV, start, along>(K, a, lda, b, ldb, c, ldc);
+}
+
+// One strip (at most kTileRows rows) times one panel of B, `vecs` (1 or 2) vectors wide.
+template <class T, Start start, Along along>
+inline void multiply(int64_t rows, int vecs, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
+                     int64_t ldc) {
+  if (vecs == kTileVecs) {
+    tile_of<T, kTileVecs, start, along>(rows, K, a, lda, b, ldb, c, ldc);
+  } else {
+    tile_of<T, 1, start, along>(rows, K, a, lda, b, ldb, c, ldc);
+  }
+}
+
+// Where B lies: packed panels (row length = the panel's width) or plain rows, of which panels are column ranges.
+struct PanelLayout {
+  int64_t panel_stride;  // from the first element of one panel to that of the next
+  int64_t row_stride;    // 0: the width of the panel
+};
+
+// All rows times all panels of B. Panel p holds columns p·kPanel …; the last one is one vector wide where `columns` (a
+// multiple of N) says so. The panel stays in L1 while the strips pass by.
+template <class T, Start start, Along along>
+inline void multiply_panels(int64_t rows, int64_t columns, int64_t K, const T* a, int64_t lda, const T* b,
+                            PanelLayout layout, T* c, int64_t ldc) {
+  for (int64_t column = 0; column < columns; column += kPanel<T>, b += layout.panel_stride) {
+    const int vecs = columns - column > Vec<T>::N ? kTileVecs : 1;
+    const int64_t ldb = layout.row_stride ? layout.row_stride : vecs * Vec<T>::N;
+    for (int64_t r = 0; r < rows; r += kTileRows<T>) {
+      multiply<T, start, along>(std::min<int64_t>(kTileRows<T>, rows - r), vecs, K,
+                                a + r * (along == Along::k ? lda : 1), lda, b, ldb, c + r * ldc + column, ldc);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE

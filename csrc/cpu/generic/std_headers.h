@@ -1,0 +1,23 @@
+// Everything the generic code uses of the standard library and of ours, for inclusion before a target region opens: what
+// is compiled inside the region may hold instructions that only that ISA's machines have.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "cpu/isa_list.h"
+#include "cpu/parallel.h"
+#include "cpu/plan.h"
+#include "cpu/problem.h"
+#include "cpu/scratch.h"
+#include "cpu/storage.h"
+#include "params.h"

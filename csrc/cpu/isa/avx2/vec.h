@@ -1,0 +1,169 @@
+// Vec<float> and Vec<double> on 256-bit registers: AVX2, FMA and F16C. What each member means: generic/vec_contract.md.
+// Included inside the target region of kernels.cpp.
+#pragma once
+
+namespace attn_ext::cpu::avx2 {
+namespace {
+
+template <class T>
+struct Vec;
+
+template <>
+struct Vec<float> {
+  static constexpr int N = 8;
+  static constexpr int kTileRows = 6;  // 6 × 2 accumulators + 2 of B + 1 of A = 15 of 16 registers
+  static constexpr float kExponentShift = 12582912.0f + 127.0f;  // 1.5·2^23 + bias, see exp2_nonpositive
+  struct Mask {
+    __m256 m;
+  };
+  __m256 v;
+
+  static Vec zero() { return {_mm256_setzero_ps()}; }
+  static Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
+  static Vec broadcast_from(const float* p) { return {_mm256_broadcast_ss(p)}; }
+  static Vec iota() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
+  static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static Vec load(const bf16* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+  }
+  static Vec load(const f16* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  void store(float* p) const { _mm256_storeu_ps(p, v); }
+  void store(bf16* p) const {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    const __m256i packed = _mm256_packus_epi32(high, high);
+    const __m128i low = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), low);
+  }
+  void store(f16* p) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+
+  Vec operator+(Vec b) const { return {_mm256_add_ps(v, b.v)}; }
+  Vec operator-(Vec b) const { return {_mm256_sub_ps(v, b.v)}; }
+  Vec operator*(Vec b) const { return {_mm256_mul_ps(v, b.v)}; }
+  Vec operator/(Vec b) const { return {_mm256_div_ps(v, b.v)}; }
+  static Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+  static Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+  static Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+  static Vec copysign(Vec magnitude, Vec sign) {
+    const __m256 bit = _mm256_set1_ps(-0.0f);
+    return {_mm256_or_ps(_mm256_andnot_ps(bit, magnitude.v), _mm256_and_ps(bit, sign.v))};
+  }
+  static Vec shift_into_exponent(Vec a) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a.v), 23))};
+  }
+
+  static Mask less(Vec a, Vec b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)}; }
+  static Mask equal(Vec a, Vec b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_EQ_OQ)}; }
+  static Mask nonzero_bytes(const uint8_t* p) {
+    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(wide, _mm256_setzero_si256()))};
+  }
+  static Vec select(Mask m, Vec yes, Vec no) { return {_mm256_blendv_ps(no.v, yes.v, m.m)}; }
+  static bool any(Mask m) { return _mm256_movemask_ps(m.m) != 0; }
+
+  float first() const { return _mm256_cvtss_f32(v); }
+  float sum() const {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  float largest() const {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
+
+  static void transpose(Vec (&r)[8]) {
+    __m256 t[8], u[8];
+    for (int i = 0; i < 8; i += 2) {
+      t[i] = _mm256_unpacklo_ps(r[i].v, r[i + 1].v);
+      t[i + 1] = _mm256_unpackhi_ps(r[i].v, r[i + 1].v);
+    }
+    for (int i = 0; i < 8; i += 4) {
+      u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+      u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+      u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {
+      r[i].v = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+      r[i + 4].v = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+    }
+  }
+};
+
+template <>
+struct Vec<double> {
+  static constexpr int N = 4;
+  static constexpr int kTileRows = 6;
+  static constexpr double kExponentShift = 6755399441055744.0 + 1023.0;  // 1.5·2^52 + bias
+  struct Mask {
+    __m256d m;
+  };
+  __m256d v;
+
+  static Vec zero() { return {_mm256_setzero_pd()}; }
+  static Vec broadcast(double x) { return {_mm256_set1_pd(x)}; }
+  static Vec broadcast_from(const double* p) { return {_mm256_broadcast_sd(p)}; }
+  static Vec iota() { return {_mm256_setr_pd(0, 1, 2, 3)}; }
+  static Vec load(const double* p) { return {_mm256_loadu_pd(p)}; }
+  void store(double* p) const { _mm256_storeu_pd(p, v); }
+
+  Vec operator+(Vec b) const { return {_mm256_add_pd(v, b.v)}; }
+  Vec operator-(Vec b) const { return {_mm256_sub_pd(v, b.v)}; }
+  Vec operator*(Vec b) const { return {_mm256_mul_pd(v, b.v)}; }
+  Vec operator/(Vec b) const { return {_mm256_div_pd(v, b.v)}; }
+  static Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
+  static Vec max(Vec a, Vec b) { return {_mm256_max_pd(a.v, b.v)}; }
+  static Vec abs(Vec a) { return {_mm256_andnot_pd(_mm256_set1_pd(-0.0), a.v)}; }
+  static Vec copysign(Vec magnitude, Vec sign) {
+    const __m256d bit = _mm256_set1_pd(-0.0);
+    return {_mm256_or_pd(_mm256_andnot_pd(bit, magnitude.v), _mm256_and_pd(bit, sign.v))};
+  }
+  static Vec shift_into_exponent(Vec a) {
+    return {_mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(a.v), 52))};
+  }
+
+  static Mask less(Vec a, Vec b) { return {_mm256_cmp_pd(a.v, b.v, _CMP_LT_OQ)}; }
+  static Mask equal(Vec a, Vec b) { return {_mm256_cmp_pd(a.v, b.v, _CMP_EQ_OQ)}; }
+  static Mask nonzero_bytes(const uint8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, sizeof four);
+    const __m256i wide = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
+    return {_mm256_castsi256_pd(_mm256_cmpgt_epi64(wide, _mm256_setzero_si256()))};
+  }
+  static Vec select(Mask m, Vec yes, Vec no) { return {_mm256_blendv_pd(no.v, yes.v, m.m)}; }
+  static bool any(Mask m) { return _mm256_movemask_pd(m.m) != 0; }
+
+  double first() const { return _mm256_cvtsd_f64(v); }
+  double sum() const {
+    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+  }
+  double largest() const {
+    const __m128d two = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+    return _mm_cvtsd_f64(_mm_max_sd(two, _mm_unpackhi_pd(two, two)));
+  }
+
+  static void transpose(Vec (&r)[4]) {
+    const __m256d a = _mm256_unpacklo_pd(r[0].v, r[1].v), b = _mm256_unpackhi_pd(r[0].v, r[1].v);
+    const __m256d c = _mm256_unpacklo_pd(r[2].v, r[3].v), d = _mm256_unpackhi_pd(r[2].v, r[3].v);
+    r[0].v = _mm256_permute2f128_pd(a, c, 0x20);
+    r[1].v = _mm256_permute2f128_pd(b, d, 0x20);
+    r[2].v = _mm256_permute2f128_pd(a, c, 0x31);
+    r[3].v = _mm256_permute2f128_pd(b, d, 0x31);
+  }
+};
+
+}  // namespace
+}  // namespace attn_ext::cpu::avx2

@@ -1,0 +1,33 @@
+// The ISAs that this platform can be built for: one name each, used alike for folder, namespace, run-time string and
+// test id.
+#pragma once
+
+#include "cpu/parallel.h"
+#include "params.h"
+
+namespace attn_ext::cpu {
+
+// Rows × columns of a register tile.
+struct TileShape {
+  int rows = 0, columns = 0;
+};
+
+}  // namespace attn_ext::cpu
+
+#if defined(__x86_64__)
+#define ATTN_EXT_FOR_EACH_ISA(X) X(avx512) X(avx2) X(scalar)
+#elif defined(__aarch64__)
+#define ATTN_EXT_FOR_EACH_ISA(X) X(neon) X(scalar)
+#else
+#define ATTN_EXT_FOR_EACH_ISA(X) X(scalar)
+#endif
+
+#define ATTN_EXT_DECLARE_ISA(isa)                                    \
+  namespace attn_ext::cpu::isa {                                     \
+  void forward(const ForwardParams& p, const Parallel& parallel);    \
+  void backward(const BackwardParams& p, const Parallel& parallel);  \
+  void weights(const WeightsParams& p, const Parallel& parallel);    \
+  TileShape tile(bool is_double);                                    \
+  }
+ATTN_EXT_FOR_EACH_ISA(ATTN_EXT_DECLARE_ISA)
+#undef ATTN_EXT_DECLARE_ISA

@@ -1,0 +1,103 @@
+// The plain structs that cross from the torch side to the kernels: pointers with shapes and strides, no torch.
+//
+// Letters (used everywhere): B batch, Hq query heads, Hkv key/value heads, Lq queries, Lk keys, D head dim of q and k,
+// Dv head dim of v and out. Strides are in elements, never bytes. Query head h reads key/value head h / (Hq / Hkv).
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace attn_ext {
+
+enum class DType : uint8_t { float32, bfloat16, float16, float64, boolean };
+
+enum class Causal : int64_t { none = 0, top_left = 1, bottom_right = 2 };
+
+// No window on that side.
+inline constexpr int64_t kUnbounded = -1;
+
+// A tensor of up to two batch dims, heads, length and a last dim; a broadcast dim has stride 0.
+// q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv); masks and biases (B, Hq, Lq, Lk).
+struct TensorView {
+  void* data = nullptr;
+  DType dtype = DType::float32;
+  int64_t stride_b0 = 0;  // outer batch dim (5-D inputs)
+  int64_t stride_b1 = 0;  // inner batch dim
+  int64_t stride_h = 0;
+  int64_t stride_l = 0;
+  int64_t stride_d = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// Per-row numbers (B, Hq, Lq), rows contiguous; fp32, or fp64 for fp64 inputs. In packed calls (Hq, total).
+struct RowView {
+  void* data = nullptr;
+  int64_t stride_b = 0;
+  int64_t stride_h = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+inline constexpr int kMaxBiases = 2;
+
+struct AttentionParams {
+  int64_t batch = 0;        // B, both batch dims flattened
+  int64_t batch_inner = 1;  // size of the inner batch dim: b = b0 * batch_inner + b1
+  int64_t Hq = 0, Hkv = 0, Lq = 0, Lk = 0, D = 0, Dv = 0;
+
+  TensorView q, k, v;
+  TensorView mask;              // bool, true = attend; null = none
+  TensorView bias[kMaxBiases];  // added to the scaled scores; null = none
+  const float* alibi_slopes = nullptr;  // [batch or 1][Hq]
+  int64_t alibi_stride_b = 0;
+  const double* sinks = nullptr;         // [Hq] logits without a value
+  const int64_t* key_lengths = nullptr;  // [batch], each in [0, Lk]
+
+  // Packed sequences: rows cu_q[b] … cu_q[b+1]-1 of q and out, cu_k likewise of k and v. Lq and Lk are then the longest.
+  const int64_t* cu_q = nullptr;
+  const int64_t* cu_k = nullptr;
+
+  // Row r of q stands at query position row_positions[r] of num_queries (null: r of Lq).
+  const int64_t* row_positions = nullptr;
+  int64_t num_queries = 0;
+
+  Causal causal = Causal::none;
+  int64_t window_left = kUnbounded;
+  int64_t window_right = kUnbounded;
+  double scale = 1.0;
+  double softcap = 0.0;  // 0 = off
+
+  bool dropout = false;
+  uint64_t dropout_seed = 0;
+  uint32_t dropout_threshold = 0;  // a weight is dropped iff its 16 random bits are below; 65536 drops all
+  double dropout_scale = 1.0;      // 1 / (1 - p), p as rounded to 1/65536
+
+  // The scores need work between q·k and the softmax (or the scale is 0): they are then held scaled, in natural units,
+  // in "score units" otherwise (raw q·k). The row max is saved in those same units.
+  bool scores_are_scaled() const {
+    return bias[0] || bias[1] || alibi_slopes != nullptr || sinks != nullptr || softcap != 0.0 || scale == 0.0;
+  }
+};
+
+struct ForwardParams : AttentionParams {
+  TensorView out;  // (B, Hq, Lq, Dv)
+  RowView lse, row_max, row_sum;  // null where nobody asked (the inference op)
+};
+
+struct WeightsParams : AttentionParams {
+  TensorView weights;  // (B, Hq, Lq, Lk), filled with zeros
+  RowView row_max, row_sum;
+};
+
+struct BackwardParams : AttentionParams {
+  TensorView out, grad_out;  // (B, Hq, Lq, Dv)
+  RowView grad_lse;          // may be null
+  RowView row_max, row_sum;
+  TensorView dq, dk, dv;          // null where not asked
+  TensorView dbias[kMaxBiases];   // shape of the bias itself: stride 0 where it broadcasts; filled with zeros
+  bool bias_varies[kMaxBiases][5] = {};  // whether the bias has its own entries per outer b, inner b, h, i, j
+  double* dsinks = nullptr;       // [Hq]
+};
+
+}  // namespace attn_ext

@@ -1,0 +1,150 @@
+"""Builds `attn_ext._C`; everything else about the package stands in pyproject.toml.
+
+Environment:
+    CXX                 the C++ compiler (else c++, g++ or clang++)
+    MAX_JOBS            files compiled at once (else one a core, as far as memory reaches)
+    DEBUG=1             -O1 -g instead of -O3
+    ATTN_EXT_WERROR=1   warnings are errors
+    ATTN_EXT_CUDA=0/1   without / with the CUDA kernels (else where they can be built)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+HERE = Path(__file__).resolve().parent
+os.chdir(HERE)
+sys.path.insert(0, str(HERE / "build_support"))
+import attn_ext_toolchain as toolchain  # noqa: E402
+
+# The oldest torch whose stable ABI the build keeps to: the same binary then serves every later torch.
+TORCH_TARGET_VERSION = "0x{:02x}{:02x}000000000000".format(*toolchain.OLDEST_TORCH)
+
+BUILD_COMMANDS = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
+
+
+def switched_on(name: str) -> bool | None:
+    """The environment variable as a switch: True for 1, False for 0, None where unset or empty."""
+    value = os.environ.get(name, "").strip()
+    if value not in ("", "0", "1"):
+        toolchain.stop(f"{name} must be 0 or 1, not {value!r}.")
+    return {"": None, "0": False, "1": True}[value]
+
+
+def why_no_cuda() -> str:
+    """The reason that `build_info()` gives for a build without CUDA kernels."""
+    wanted = switched_on("ATTN_EXT_CUDA")
+    if wanted:
+        toolchain.stop("ATTN_EXT_CUDA=1 is set, but there are no CUDA sources in this version.")
+    return "ATTN_EXT_CUDA=0 at build time" if wanted is False else "no CUDA sources in this version"
+
+
+def cpu_extension(pybind11_include: str, torch_includes: list[str], torch_libraries: list[str]) -> Extension:
+    """`attn_ext._C`: the pybind11 module and, through torch's stable ABI, the operators."""
+    sources = [*Path("csrc").glob("*.cpp"), *Path("csrc/cpu").rglob("*.cpp")]
+    headers = [path for pattern in ("*.h", "*.hpp", "*.inc") for path in Path("csrc").rglob(pattern)]
+    optimise = ["-O1", "-g"] if switched_on("DEBUG") else ["-O3", "-g0"]
+    warnings = ["-Wall", "-Wextra", *(["-Werror"] if switched_on("ATTN_EXT_WERROR") else [])]
+    if toolchain.is_gcc(os.environ["CXX"]):
+        # GCC 11 and 12 report the undefined registers inside their own AVX-512 header (GCC bug 105593);
+        # clang's check is sound and stays on.
+        warnings += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+    return Extension(
+        "attn_ext._C",
+        sources=sorted(map(str, sources)),
+        # A header that changes makes the extension out of date; ninja then finds the files that include it.
+        depends=sorted(map(str, headers)),
+        include_dirs=[str(HERE / "csrc")],  # absolute: ninja runs in the build folder
+        libraries=["torch_cpu", "c10"],
+        library_dirs=torch_libraries,
+        extra_compile_args=[
+            "-std=c++20",
+            *optimise,
+            # a*b+c is fused where the kernels say fma and nowhere else, whatever the compiler.
+            "-ffp-contract=off",
+            "-fvisibility=hidden",
+            "-fvisibility-inlines-hidden",
+            "-fno-lto",
+            "-pthread",
+            *warnings,
+            f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
+            # -isystem: -Werror is for our headers. pybind11 first, since torch bundles another copy of it.
+            *(flag for folder in (pybind11_include, *torch_includes) for flag in ("-isystem", folder)),
+        ],
+        extra_link_args=["-pthread", "-fno-lto"],
+        language="c++",
+    )
+
+
+def build_settings() -> dict[str, object]:
+    """The arguments of `setup` for a command that compiles. Stops where something is missing."""
+    toolchain.require_platform()
+    toolchain.reach_target_torch()
+    toolchain.require_torch()
+    pybind11_include = toolchain.require_pybind11()
+    toolchain.require_python_headers()
+    os.environ["CXX"] = toolchain.require_compiler()
+    os.environ["MAX_JOBS"] = str(toolchain.parallel_jobs())
+    cuda_reason = why_no_cuda()
+    if not toolchain.find_ninja():
+        print("attn_ext: there is no ninja, so files are compiled one at a time (`pip install ninja` helps)")
+
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, include_paths, library_paths
+
+    extension = cpu_extension(pybind11_include, include_paths(), library_paths())
+
+    class BuildExt(BuildExtension):
+        """torch's build_ext that keeps its objects, and leaves alone what is up to date."""
+
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # torch forces a rebuild because ninja knows better; but an unchanged tree needs not even a link.
+            self.force = False
+            if self.editable_mode:
+                # setuptools would compile an editable install in a temporary folder, from scratch each time.
+                self.build_temp = str(
+                    HERE / "build" / f"temp.{self.plat_name}-{sys.implementation.cache_tag}"
+                )
+
+        def run(self) -> None:
+            with toolchain.exclusive(HERE / "build" / ".lock"):
+                self._note_configuration()
+                super().run()
+
+        def build_extensions(self) -> None:
+            try:
+                super().build_extensions()
+            except RuntimeError as error:
+                if "compiling objects" not in str(error):
+                    raise
+                toolchain.stop("the compiler stopped; what it said is above.")
+
+        def _note_configuration(self) -> None:
+            """Writes what `build_info()` tells, and the flags, to files that the extension depends on."""
+            generated = HERE / self.build_temp / "generated"
+            config = generated / "attn_ext_build_config.h"
+            toolchain.write_if_changed(
+                config,
+                "#pragma once\n"
+                f'#define ATTN_EXT_VERSION "{self.distribution.get_version()}"\n'
+                f'#define ATTN_EXT_BUILT_WITH_TORCH "{torch.__version__}"\n'
+                f"#define ATTN_EXT_DEBUG_BUILD {int(bool(switched_on('DEBUG')))}\n"
+                f'#define ATTN_EXT_WHY_NO_CUDA "{cuda_reason}"\n',
+            )
+            flags = generated / "flags.txt"
+            toolchain.write_if_changed(
+                flags, "\n".join([os.environ["CXX"], *extension.sources, *extension.extra_compile_args, ""])
+            )
+            extension.include_dirs.append(str(generated))
+            extension.depends += [str(config), str(flags)]
+
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExt}}
+
+
+# Metadata and source archives need neither torch nor a compiler.
+setup(**(build_settings() if BUILD_COMMANDS.intersection(sys.argv) else {}))

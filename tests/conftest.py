@@ -1,0 +1,75 @@
+"""Fixtures that every test of the package may use.
+
+* `isa`: the test runs once for each instruction set this machine has (only for the one that ATTN_EXT_ISA names, where
+  that variable is set), and the set that was active before comes back afterwards.
+* `@pytest.mark.isa_matrix`: the tests CI repeats with ATTN_EXT_ISA set to each of the other instruction sets.
+* every test starts from the same seed and leaves the thread count, default dtype and autograd mode as it found them.
+* `assert_close_to_reference`: the one accuracy rule of this suite, here for `from conftest import ...` as well.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "ops"))  # helpers import the same way whatever pytest's import mode
+
+from op_support import assert_close_to_reference, available_isas
+
+__all__ = ["assert_close_to_reference"]
+
+hypothesis.settings.register_profile(
+    "attn_ext",
+    deadline=None,  # a slow machine is not a failure
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+    print_blob=True,
+)
+hypothesis.settings.load_profile("attn_ext")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker here, so that running one test file alone knows it too."""
+    config.addinivalue_line("markers", "isa_matrix: CI repeats this test with ATTN_EXT_ISA set to each other ISA")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests that ask for `isa` once per instruction set, the best one first."""
+    if "isa" in metafunc.fixturenames:
+        metafunc.parametrize("isa", available_isas(), indirect=True)
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Force one instruction set for the length of a test and prove that it runs."""
+    import attn_ext
+
+    before = attn_ext.backend.active()
+    attn_ext.backend.use(request.param)
+    assert attn_ext.backend.active() == request.param
+    yield request.param
+    attn_ext.backend.use(before)
+
+
+@pytest.fixture(autouse=True)
+def same_start_and_clean_end() -> Iterator[None]:
+    """Seed all generators before a test; give back thread count, default dtype and grad mode after it."""
+    try:
+        import torch
+    except ImportError:  # the build tests also run where torch is missing
+        yield
+        return
+    random.seed(0)
+    torch.manual_seed(0)
+    threads, dtype, grad = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)

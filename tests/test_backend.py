@@ -1,0 +1,41 @@
+"""Choosing the instruction set: what is offered and refused, and that a `with` block undoes its choice."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_ext import backend
+
+
+def test_the_active_set_is_one_of_those_offered_and_the_portable_one_is_always_there() -> None:
+    names = backend.available()
+    assert backend.active() in names
+    assert names[-1] == "scalar"
+    assert len(set(names)) == len(names)
+
+
+def test_use_lasts_as_a_call_and_ends_with_its_block() -> None:
+    before = backend.active()
+    try:
+        for name in backend.available():
+            backend.use(name)
+            assert backend.active() == name
+        with backend.use("scalar"):
+            assert backend.active() == "scalar"
+            with pytest.raises(RuntimeError), backend.use(backend.available()[0]):
+                raise RuntimeError
+            assert backend.active() == "scalar"
+        assert backend.active() == name
+    finally:
+        backend.use(before)
+    assert backend.active() == before
+
+
+@pytest.mark.parametrize("name", ["sse9", "", "AVX2", "avx2 "])
+def test_unknown_names_are_refused_with_the_choices_and_change_nothing(name: str) -> None:
+    before = backend.active()
+    with pytest.raises(ValueError) as error:
+        backend.use(name)
+    assert repr(name) in str(error.value)
+    assert all(choice in str(error.value) for choice in backend.available())
+    assert backend.active() == before
