@@ -27,6 +27,12 @@ _CORNERS = {"top_left": 1, "bottom_right": 2}
 _CORNER_NAMES: dict[int, bool | str] = {0: False, 1: "top_left", 2: "bottom_right"}
 _GRAD_Q, _GRAD_K, _GRAD_V, _GRAD_BIAS, _GRAD_BIAS2, _GRAD_SINKS = (1 << n for n in range(6))
 
+# Looked up once: a small call takes a few microseconds in all.
+_any_autocast = torch._C._is_any_autocast_enabled
+_functorch_active = torch._C._are_functorch_transforms_active
+_grad_enabled = torch.is_grad_enabled
+_compiling = torch.compiler.is_compiling
+
 _inference = torch.ops.attn_ext.attention_inference.default
 _forward = torch.ops.attn_ext.attention_forward.default
 _backward = torch.ops.attn_ext.attention_backward.default
@@ -104,10 +110,6 @@ def attention(
         TypeError: q, k, v of several or unknown dtypes; a mask or bias of an integer dtype.
         ValueError: shapes, devices or options that do not fit; the message names what came and what was expected.
     """
-    if not (q.dtype is k.dtype is v.dtype) or q.dtype not in _DTYPES:
-        q, k, v = _common_dtype("attention", q, k, v)
-    elif torch.is_autocast_enabled(q.device.type):
-        q, k, v = _common_dtype("attention", q, k, v)
     plain = (
         mask is None
         and bias is None
@@ -120,9 +122,11 @@ def attention(
         and not return_lse
         and not return_weights
     )
-    corner = _corner("attention", causal, q, k) if causal is not False else 0
+    q, k, v = _common_dtype("attention", q, k, v)
+    corner = 0 if causal is False else _corner("attention", causal, q, k)
     if plain and not _differentiating(q, k, v):
-        _check_device("attention", q, k, v)
+        if not q.is_cpu:
+            _check_device("attention", q, k, v)
         return _inference(q, k, v, corner, scale)
 
     bool_mask, bias, bias2 = _mask_and_biases("attention", mask, bias)
@@ -286,7 +290,7 @@ def attention_weights(
         mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, key_lengths: as in `attention`.
 
     Returns:
-        (B, heads, rows, Lk) in the dtype of q. Rows sum to 1 (less with a sink; 0 where no key is seen). Differentiable.
+        (B, heads, rows, Lk) in the dtype of q. Rows sum to 1 (less with a sink; 0 where none is seen). Differentiable.
 
     Raises:
         TypeError, ValueError: as `attention`; IndexError: a row or head that is not there.
@@ -334,12 +338,11 @@ def attention_weights(
 
 def _common_dtype(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Casts as autocast says; raises TypeError where q, k, v do not share one supported dtype."""
-    if torch.is_autocast_enabled(q.device.type):
+    if _any_autocast() and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (
-            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v)
-        )
-    if not (q.dtype is k.dtype is v.dtype) or q.dtype not in _DTYPES:
+        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+    dtype = q.dtype
+    if not (dtype is k.dtype and dtype is v.dtype and dtype in _DTYPES):
         raise TypeError(
             f"attn_ext.{op}: q, k, v must have one dtype out of float32, bfloat16, float16 and float64, "
             f"not {q.dtype}, {k.dtype}, {v.dtype}"
@@ -485,18 +488,18 @@ def _broadcast_leading(
 
 def _differentiating(*tensors: Tensor | None) -> bool:
     """Whether reverse-mode, forward-mode or functorch follows one of the tensors."""
-    if torch.is_grad_enabled():
+    if _grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
                 return True
-    return _transformed(*tensors)
+    return not _compiling() and (_functorch_active() or forward_ad._current_level >= 0) and _transformed(*tensors)
 
 
 def _transformed(*tensors: Tensor | None) -> bool:
     """Whether forward-mode AD or a functorch transform (vmap, grad, jvp …) follows one of the tensors."""
-    if torch.compiler.is_compiling():
+    if _compiling():
         return False
-    if torch._C._are_functorch_transforms_active():
+    if _functorch_active():
         return True
     if forward_ad._current_level < 0:
         return False
@@ -511,7 +514,7 @@ def _run(
     row_max = row_sum = None
     if _transformed(*learned):
         out, lse = _unfused(q, k, v, options)
-    elif torch.compiler.is_compiling():
+    elif _compiling():
         out, lse, row_max, row_sum = _forward(q, k, v, *options)
     elif _differentiating(*learned):
         out, lse, row_max, row_sum = _Attention.apply(
@@ -574,7 +577,7 @@ def _gradients(
     if grad_out is None and grad_lse is None:
         return [None] * 6
     if (
-        torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        torch.is_grad_enabled() and not _compiling()
     ):  # create_graph: a derivative of this one may follow
         return _unfused_gradients(q, k, v, options, grad_out, grad_lse, needs)
     if grad_out is None:
@@ -690,7 +693,7 @@ def _weights_of(
 ) -> Tensor:
     """The weights, from the saved statistics of a forward pass where there are some."""
     learned = (q, k, options.bias, options.bias2, options.sinks)
-    if _transformed(*learned) or (torch.compiler.is_compiling() and _differentiating(*learned)):
+    if _transformed(*learned) or (_compiling() and _differentiating(*learned)):
         return _unfused_weights(q, k, options, positions, num_queries)
     if _differentiating(*learned):
         return _Weights.apply(*learned, options, row_max, row_sum, positions, num_queries)

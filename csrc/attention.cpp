@@ -46,14 +46,15 @@ ScalarType statistics_dtype(const Tensor& q) {
 // (…, H, L, D) as a view; `rank` is that of the call's q, so that missing leading dims are broadcast.
 TensorView view_of(const Tensor& t) {
   TensorView v;
-  const int64_t rank = t.dim();
+  const auto strides = t.strides();
+  const size_t rank = strides.size();
   v.data = t.data_ptr();
   v.dtype = dtype_of(t.scalar_type());
-  v.stride_d = t.stride(rank - 1);
-  v.stride_l = t.stride(rank - 2);
-  v.stride_h = t.stride(rank - 3);
-  if (rank > 3) v.stride_b1 = t.stride(rank - 4);
-  if (rank > 4) v.stride_b0 = t.stride(rank - 5);
+  v.stride_d = strides[rank - 1];
+  v.stride_l = strides[rank - 2];
+  v.stride_h = strides[rank - 3];
+  if (rank > 3) v.stride_b1 = strides[rank - 4];
+  if (rank > 4) v.stride_b0 = strides[rank - 5];
   return v;
 }
 
@@ -71,16 +72,17 @@ TensorView packed_view_of(const Tensor& t) {
 // The numbers of a small integer tensor.
 std::vector<int64_t> integers(const char* op, const char* name, const Tensor& t) {
   expect_cpu(op, name, t);
-  expect(t.dim() == 1, op, name, " must have one dimension, not shape ", shape_string(t));
+  ATTN_EXT_EXPECT(t.dim() == 1, op, name, " must have one dimension, not shape ", shape_string(t));
   const ScalarType type = t.scalar_type();
-  expect(type == ScalarType::Int || type == ScalarType::Long, op, name, " must be int32 or int64, not ",
-         dtype_name(type));
+  ATTN_EXT_EXPECT(type == ScalarType::Int || type == ScalarType::Long, op, name, " must be int32 or int64, not ",
+                  dtype_name(type));
   std::vector<int64_t> numbers(static_cast<size_t>(t.size(0)));
   const int64_t stride = t.stride(0);
   const void* data = t.data_ptr();
   for (size_t i = 0; i < numbers.size(); ++i) {
     const int64_t at = static_cast<int64_t>(i) * stride;
-    numbers[i] = type == ScalarType::Int ? static_cast<const int32_t*>(data)[at] : static_cast<const int64_t*>(data)[at];
+    numbers[i] =
+        type == ScalarType::Int ? static_cast<const int32_t*>(data)[at] : static_cast<const int64_t*>(data)[at];
   }
   return numbers;
 }
@@ -111,16 +113,16 @@ class Call {
     check_dtypes(q, k, v);
     rank = q.dim();
     if (packed) {
-      expect(rank == 3 && k.dim() == 3 && (!v || v->dim() == 3), op, "packed q, k, v must be (total, H, D), not ",
-             shapes(q, k, v));
+      ATTN_EXT_EXPECT(rank == 3 && k.dim() == 3 && (!v || v->dim() == 3), op,
+                      "packed q, k, v must be (total, H, D), not ", shapes(q, k, v));
     } else {
-      expect(rank >= 3 && rank <= kMaxRank, op, "q, k, v must be (H, L, D), (B, H, L, D) or (B1, B2, H, L, D), not ",
-             shapes(q, k, v));
-      expect(k.dim() == rank && (!v || v->dim() == rank), op, "q, k, v must have the same number of dimensions, not ",
-             shapes(q, k, v));
+      ATTN_EXT_EXPECT(rank >= 3 && rank <= kMaxRank, op,
+                      "q, k, v must be (H, L, D), (B, H, L, D) or (B1, B2, H, L, D), not ", shapes(q, k, v));
+      ATTN_EXT_EXPECT(k.dim() == rank && (!v || v->dim() == rank), op,
+                      "q, k, v must have the same number of dimensions, not ", shapes(q, k, v));
       for (int64_t d = 0; d < rank - 3; ++d) {
-        expect(q.size(d) == k.size(d) && (!v || q.size(d) == v->size(d)), op,
-               "q, k, v must have the same batch sizes, not ", shapes(q, k, v));
+        ATTN_EXT_EXPECT(q.size(d) == k.size(d) && (!v || q.size(d) == v->size(d)), op,
+                        "q, k, v must have the same batch sizes, not ", shapes(q, k, v));
       }
       if (rank > 3) batch[1] = q.size(rank - 4);
       if (rank > 4) batch[0] = q.size(rank - 5);
@@ -134,17 +136,17 @@ class Call {
     p.Lk = k.size(length);
     p.D = q.size(width);
     p.Dv = v ? v->size(width) : 0;
-    expect(k.size(width) == p.D, op, "q and k must have the same head dim, not ", p.D, " and ", k.size(width), ": ",
-           shapes(q, k, v));
-    expect(p.D > 0, op, "the head dim of q and k must be at least 1: ", shapes(q, k, v));
+    ATTN_EXT_EXPECT(k.size(width) == p.D, op, "q and k must have the same head dim, not ", p.D, " and ", k.size(width),
+                    ": ", shapes(q, k, v));
+    ATTN_EXT_EXPECT(p.D > 0, op, "the head dim of q and k must be at least 1: ", shapes(q, k, v));
     if (v) {
-      expect(v->size(heads) == p.Hkv, op, "k and v must have the same number of heads, not ", p.Hkv, " and ",
-             v->size(heads), ": ", shapes(q, k, v));
-      expect(v->size(length) == p.Lk, op, "k and v must have the same length, not ", p.Lk, " and ", v->size(length),
-             ": ", shapes(q, k, v));
+      ATTN_EXT_EXPECT(v->size(heads) == p.Hkv, op, "k and v must have the same number of heads, not ", p.Hkv, " and ",
+                      v->size(heads), ": ", shapes(q, k, v));
+      ATTN_EXT_EXPECT(v->size(length) == p.Lk, op, "k and v must have the same length, not ", p.Lk, " and ",
+                      v->size(length), ": ", shapes(q, k, v));
     }
-    expect(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, op, "the ", p.Hq,
-           " heads of q must be a multiple of the heads of k and v, which are ", p.Hkv, ": ", shapes(q, k, v));
+    ATTN_EXT_EXPECT(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, op, "the ", p.Hq,
+                    " heads of q must be a multiple of the heads of k and v, which are ", p.Hkv, ": ", shapes(q, k, v));
     p.num_queries = p.Lq;
     p.q = view(q);
     p.k = view(k);
@@ -155,10 +157,11 @@ class Call {
   TensorView view(const Tensor& t) const { return packed ? packed_view_of(t) : view_of(t); }
 
   void set_causal(int64_t causal, std::optional<double> scale, AttentionParams& p) const {
-    expect(causal >= 0 && causal <= 2, op, "causal must be 0 (off), 1 (top-left) or 2 (bottom-right), not ", causal);
+    ATTN_EXT_EXPECT(causal >= 0 && causal <= 2, op, "causal must be 0 (off), 1 (top-left) or 2 (bottom-right), not ",
+                    causal);
     p.causal = static_cast<Causal>(causal);
     if (scale) {
-      expect(std::isfinite(*scale), op, "scale must be finite, not ", *scale);
+      ATTN_EXT_EXPECT(std::isfinite(*scale), op, "scale must be finite, not ", *scale);
       p.scale = *scale;
     }
   }
@@ -167,41 +170,43 @@ class Call {
     set_causal(o.causal, o.scale, p);
     p.window_left = window("window_left", o.window_left);
     p.window_right = window("window_right", o.window_right);
-    expect(std::isfinite(o.softcap) && o.softcap >= 0, op, "softcap must be 0 (off) or a positive number, not ",
-           o.softcap);
+    ATTN_EXT_EXPECT(std::isfinite(o.softcap) && o.softcap >= 0, op,
+                    "softcap must be 0 (off) or a positive number, not ", o.softcap);
     p.softcap = o.softcap;
     if (packed) {
-      expect(!o.mask && !o.bias && !o.bias2 && !o.key_lengths, op,
-             "packed sequences take no mask, bias or key_lengths");
+      ATTN_EXT_EXPECT(!o.mask && !o.bias && !o.bias2 && !o.key_lengths, op,
+                      "packed sequences take no mask, bias or key_lengths");
       set_packed(o, p);
     } else {
-      expect(!o.cu_seqlens_q && !o.cu_seqlens_k, op, "cu_seqlens_q and cu_seqlens_k must be given together");
+      ATTN_EXT_EXPECT(!o.cu_seqlens_q && !o.cu_seqlens_k, op, "cu_seqlens_q and cu_seqlens_k must be given together");
     }
     if (o.mask) {
-      expect(o.mask->scalar_type() == ScalarType::Bool, op, "mask must be bool (True = attend), not ",
-             dtype_name(o.mask->scalar_type()));
+      ATTN_EXT_EXPECT(o.mask->scalar_type() == ScalarType::Bool, op, "mask must be bool (True = attend), not ",
+                      dtype_name(o.mask->scalar_type()));
       p.mask = broadcast_view("mask", *o.mask, p);
     }
     const OptionalTensor* biases[kMaxBiases] = {&o.bias, &o.bias2};
     for (int n = 0; n < kMaxBiases; ++n) {
       if (!*biases[n]) continue;
-      expect(is_float((*biases[n])->scalar_type()), op, "bias must be a float tensor, not ",
-             dtype_name((*biases[n])->scalar_type()));
+      ATTN_EXT_EXPECT(is_float((*biases[n])->scalar_type()), op, "bias must be a float tensor, not ",
+                      dtype_name((*biases[n])->scalar_type()));
       p.bias[n] = broadcast_view("bias", **biases[n], p);
     }
     if (o.alibi_slopes) set_slopes(*o.alibi_slopes, p);
     if (o.sinks) set_sinks(*o.sinks, p);
     if (o.key_lengths) {
       key_lengths = integers(op, "key_lengths", *o.key_lengths);
-      expect(static_cast<int64_t>(key_lengths.size()) == p.batch, op, "key_lengths must have one entry for each of the ",
-             p.batch, " batch entries, not shape ", shape_string(*o.key_lengths));
+      ATTN_EXT_EXPECT(static_cast<int64_t>(key_lengths.size()) == p.batch, op,
+                      "key_lengths must have one entry for each of the ", p.batch, " batch entries, not shape ",
+                      shape_string(*o.key_lengths));
       for (size_t b = 0; b < key_lengths.size(); ++b) {
-        expect(key_lengths[b] >= 0 && key_lengths[b] <= p.Lk, op, "key_lengths[", b, "] must lie between 0 and the ",
-               p.Lk, " keys, not be ", key_lengths[b]);
+        ATTN_EXT_EXPECT(key_lengths[b] >= 0 && key_lengths[b] <= p.Lk, op, "key_lengths[", b,
+                        "] must lie between 0 and the ", p.Lk, " keys, not be ", key_lengths[b]);
       }
       p.key_lengths = key_lengths.data();
     }
-    expect(o.dropout_p >= 0 && o.dropout_p <= 1, op, "dropout_p must lie between 0 and 1, not be ", o.dropout_p);
+    ATTN_EXT_EXPECT(o.dropout_p >= 0 && o.dropout_p <= 1, op, "dropout_p must lie between 0 and 1, not be ",
+                    o.dropout_p);
     if (o.dropout_p > 0) set_dropout(o, p);
   }
 
@@ -228,27 +233,28 @@ class Call {
     expect_cpu(op, "q", q);
     expect_cpu(op, "k", k);
     if (v) expect_cpu(op, "v", *v);
-    const bool same = q.scalar_type() == k.scalar_type() && (!v || q.scalar_type() == v->scalar_type());
-    expect(same && is_float(q.scalar_type()), op,
-           "q, k, v must have one dtype out of float32, bfloat16, float16 and float64, not ",
-           dtype_name(q.scalar_type()), ", ", dtype_name(k.scalar_type()), v ? ", " : "",
-           v ? dtype_name(v->scalar_type()) : "");
+    const ScalarType type = q.scalar_type();
+    const bool same = type == k.scalar_type() && (!v || type == v->scalar_type());
+    ATTN_EXT_EXPECT(same && is_float(type), op,
+                    "q, k, v must have one dtype out of float32, bfloat16, float16 and float64, not ",
+                    dtype_name(q.scalar_type()), ", ", dtype_name(k.scalar_type()), v ? ", " : "",
+                    v ? dtype_name(v->scalar_type()) : "");
   }
 
   int64_t window(const char* name, std::optional<int64_t> size) const {
     if (!size) return kUnbounded;
-    expect(*size >= 0, op, name, " must be at least 0, or None for no bound, not ", *size);
+    ATTN_EXT_EXPECT(*size >= 0, op, name, " must be at least 0, or None for no bound, not ", *size);
     return std::min<int64_t>(*size, int64_t{1} << 40);
   }
 
   TensorView broadcast_view(const char* name, const Tensor& t, const AttentionParams& p) const {
     expect_cpu(op, name, t);
-    expect(t.dim() <= rank, op, name, " ", shape_string(t), " must broadcast to ", target_shape(p));
+    ATTN_EXT_EXPECT(t.dim() <= rank, op, name, " ", shape_string(t), " must broadcast to ", target_shape(p));
     const std::array<int64_t, 5> sizes = leading_ones(t), target{batch[0], batch[1], p.Hq, p.Lq, p.Lk};
     std::array<int64_t, 5> strides{};
     for (size_t d = 0; d < 5; ++d) {
-      expect(sizes[d] == target[d] || sizes[d] == 1, op, name, " ", shape_string(t), " must broadcast to ",
-             target_shape(p));
+      ATTN_EXT_EXPECT(sizes[d] == target[d] || sizes[d] == 1, op, name, " ", shape_string(t), " must broadcast to ",
+                      target_shape(p));
       const int64_t own = static_cast<int64_t>(d) - (5 - t.dim());
       if (own >= 0 && sizes[d] != 1) strides[d] = t.stride(own);
     }
@@ -269,8 +275,9 @@ class Call {
   void set_packed(const Options& o, AttentionParams& p) {
     cu_q = boundaries("cu_seqlens_q", *o.cu_seqlens_q, "q", p.Lq);
     cu_k = boundaries("cu_seqlens_k", *o.cu_seqlens_k, "k", p.Lk);
-    expect(cu_q.size() == cu_k.size(), op, "cu_seqlens_q and cu_seqlens_k must describe as many sequences, not ",
-           cu_q.size() - 1, " and ", cu_k.size() - 1);
+    ATTN_EXT_EXPECT(cu_q.size() == cu_k.size(), op,
+                    "cu_seqlens_q and cu_seqlens_k must describe as many sequences, not ", cu_q.size() - 1, " and ",
+                    cu_k.size() - 1);
     p.batch = static_cast<int64_t>(cu_q.size()) - 1;
     p.batch_inner = std::max<int64_t>(p.batch, 1);
     p.Lq = longest(cu_q);
@@ -281,11 +288,14 @@ class Call {
 
   std::vector<int64_t> boundaries(const char* name, const Tensor& t, const char* of, int64_t total) const {
     std::vector<int64_t> cu = integers(op, name, t);
-    expect(!cu.empty() && cu.front() == 0, op, name, " must start with 0, and hold one more entry than sequences");
+    ATTN_EXT_EXPECT(!cu.empty() && cu.front() == 0, op, name,
+                    " must start with 0, and hold one more entry than sequences");
     for (size_t b = 1; b < cu.size(); ++b) {
-      expect(cu[b] >= cu[b - 1], op, name, " must not fall, but entry ", b, " is ", cu[b], " after ", cu[b - 1]);
+      ATTN_EXT_EXPECT(cu[b] >= cu[b - 1], op, name, " must not fall, but entry ", b, " is ", cu[b], " after ",
+                      cu[b - 1]);
     }
-    expect(cu.back() == total, op, name, " must end with the ", total, " rows of ", of, ", not with ", cu.back());
+    ATTN_EXT_EXPECT(cu.back() == total, op, name, " must end with the ", total, " rows of ", of, ", not with ",
+                    cu.back());
     return cu;
   }
 
@@ -298,11 +308,11 @@ class Call {
   void set_slopes(const Tensor& t, AttentionParams& p) {
     expect_cpu(op, "alibi_slopes", t);
     const bool each = t.dim() == 2;
-    expect(t.scalar_type() == ScalarType::Float, op, "alibi_slopes must be float32, not ",
-           dtype_name(t.scalar_type()));
-    expect((t.dim() == 1 || each) && t.size(t.dim() - 1) == p.Hq && (!each || t.size(0) == p.batch), op,
-           "alibi_slopes must be (", p.Hq, ",) or (", p.batch, ", ", p.Hq, "), one slope a head, not ",
-           shape_string(t));
+    ATTN_EXT_EXPECT(t.scalar_type() == ScalarType::Float, op, "alibi_slopes must be float32, not ",
+                    dtype_name(t.scalar_type()));
+    ATTN_EXT_EXPECT((t.dim() == 1 || each) && t.size(t.dim() - 1) == p.Hq && (!each || t.size(0) == p.batch), op,
+                    "alibi_slopes must be (", p.Hq, ",) or (", p.batch, ", ", p.Hq, "), one slope a head, not ",
+                    shape_string(t));
     const int64_t rows = each ? p.batch : 1;
     const auto* data = static_cast<const float*>(t.data_ptr());
     for (int64_t b = 0; b < rows; ++b) {
@@ -316,9 +326,9 @@ class Call {
 
   void set_sinks(const Tensor& t, AttentionParams& p) {
     expect_cpu(op, "sinks", t);
-    expect(is_float(t.scalar_type()), op, "sinks must be a float tensor, not ", dtype_name(t.scalar_type()));
-    expect(t.dim() == 1 && t.size(0) == p.Hq, op, "sinks must be (", p.Hq, ",), one logit a head, not ",
-           shape_string(t));
+    ATTN_EXT_EXPECT(is_float(t.scalar_type()), op, "sinks must be a float tensor, not ", dtype_name(t.scalar_type()));
+    ATTN_EXT_EXPECT(t.dim() == 1 && t.size(0) == p.Hq, op, "sinks must be (", p.Hq, ",), one logit a head, not ",
+                    shape_string(t));
     for (int64_t h = 0; h < p.Hq; ++h) sinks.push_back(number_at(t, h * t.stride(0)));
     p.sinks = sinks.data();
   }
@@ -337,11 +347,12 @@ class Call {
   }
 
   void set_dropout(const Options& o, AttentionParams& p) const {
-    expect(o.dropout_seed.has_value(), op, "dropout_p > 0 needs a dropout_seed");
+    ATTN_EXT_EXPECT(o.dropout_seed.has_value(), op, "dropout_p > 0 needs a dropout_seed");
     const Tensor& seed = *o.dropout_seed;
     expect_cpu(op, "dropout_seed", seed);
-    expect(seed.numel() == 1 && seed.scalar_type() == ScalarType::Long, op,
-           "dropout_seed must be one int64 number, not ", dtype_name(seed.scalar_type()), " ", shape_string(seed));
+    ATTN_EXT_EXPECT(seed.numel() == 1 && seed.scalar_type() == ScalarType::Long, op,
+                    "dropout_seed must be one int64 number, not ", dtype_name(seed.scalar_type()), " ",
+                    shape_string(seed));
     p.dropout = true;
     p.dropout_seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed.data_ptr()));
     p.dropout_threshold = static_cast<uint32_t>(std::nearbyint(o.dropout_p * 65536.0));
@@ -349,12 +360,11 @@ class Call {
   }
 };
 
-Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type) {
+Tensor empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides, ScalarType type) {
   AtenTensorHandle handle = nullptr;
   // The stable ABI's own number for the dtype.
   const StableIValue dtype = torch::stable::detail::from(type);
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), static_cast<int32_t>(dtype),
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(dtype),
                                                          aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
@@ -382,7 +392,7 @@ Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) {
     strides[d] = stride;
     stride *= std::max<int64_t>(sizes[d], 1);
   }
-  return empty_strided(sizes, strides, type);
+  return empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), type);
 }
 
 Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type) {
@@ -401,26 +411,25 @@ std::vector<int64_t> sizes_of(const Tensor& t) {
 // like's do. A dim of size 1 or stride 0 says nothing about the order and stays left of its right neighbour.
 // ops.py has the same rule for fake tensors.
 Tensor empty_in_order_of(const Tensor& like, int64_t width) {
-  const int64_t rank = like.dim();
-  std::vector<int64_t> sizes = sizes_of(like);
-  sizes[static_cast<size_t>(rank - 1)] = width;
-  std::array<int64_t, kMaxRank> key{};
-  std::vector<int64_t> order;  // outermost first
-  for (int64_t d = rank - 1; d >= 0; --d) {
-    const bool tells = like.size(d) > 1 && like.stride(d) != 0;
-    key[static_cast<size_t>(d)] = tells ? like.stride(d) : (d + 1 < rank ? key[static_cast<size_t>(d + 1)] : 0);
+  const auto like_sizes = like.sizes(), like_strides = like.strides();
+  const size_t rank = like_sizes.size();
+  std::array<int64_t, kMaxRank> sizes{}, strides{}, key{};
+  std::array<size_t, kMaxRank> order{};  // innermost first
+  for (size_t n = 0; n < rank; ++n) {
+    const size_t d = rank - 1 - n;
+    const bool tells = like_sizes[d] > 1 && like_strides[d] != 0;
+    key[d] = tells ? like_strides[d] : (n > 0 ? key[d + 1] : 0);
+    sizes[d] = n > 0 ? like_sizes[d] : width;
+    size_t at = n;  // insertion: behind all with a key no larger
+    for (; at > 0 && key[order[at - 1]] > key[d]; --at) order[at] = order[at - 1];
+    order[at] = d;
   }
-  for (int64_t d = 0; d < rank; ++d) order.push_back(d);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return key[static_cast<size_t>(a)] > key[static_cast<size_t>(b)];
-  });
-  std::vector<int64_t> strides(static_cast<size_t>(rank));
   int64_t stride = 1;
-  for (auto d = order.rbegin(); d != order.rend(); ++d) {
-    strides[static_cast<size_t>(*d)] = stride;
-    stride *= std::max<int64_t>(sizes[static_cast<size_t>(*d)], 1);
+  for (size_t n = 0; n < rank; ++n) {
+    strides[order[n]] = stride;
+    stride *= std::max<int64_t>(sizes[order[n]], 1);
   }
-  return empty_strided(sizes, strides, like.scalar_type());
+  return empty_strided(static_cast<int64_t>(rank), sizes.data(), strides.data(), like.scalar_type());
 }
 
 Tensor zeros_in_order_of(const Tensor& like, int64_t width) {
@@ -448,11 +457,11 @@ RowView row_view_of(const Call& call, const AttentionParams& p, const Tensor& t)
 // Statistics that came in: of the right dtype and shape, contiguous.
 Tensor checked_statistics(const Call& call, const Tensor& q, const char* name, const Tensor& t) {
   expect_cpu(call.op, name, t);
-  expect(t.scalar_type() == statistics_dtype(q), call.op, name, " must be ", dtype_name(statistics_dtype(q)), ", not ",
-         dtype_name(t.scalar_type()));
+  ATTN_EXT_EXPECT(t.scalar_type() == statistics_dtype(q), call.op, name, " must be ", dtype_name(statistics_dtype(q)),
+                  ", not ", dtype_name(t.scalar_type()));
   const std::vector<int64_t> sizes = statistics_sizes(call, q);
-  expect(sizes_of(t) == sizes, call.op, name, " must have one number a row of q ", shape_string(q), ", not shape ",
-         shape_string(t));
+  ATTN_EXT_EXPECT(sizes_of(t) == sizes, call.op, name, " must have one number a row of q ", shape_string(q),
+                  ", not shape ", shape_string(t));
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
 
@@ -463,10 +472,10 @@ void check_like(const Call& call, const char* name, const Tensor& t, const Tenso
   std::vector<int64_t> sizes = sizes_of(q);
   sizes.back() = width;
   expect_cpu(call.op, name, t);
-  expect(sizes_of(t) == sizes, call.op, name, " must have the shape of the output for q ", shape_string(q),
-         " and a value head dim of ", width, ", not ", shape_string(t));
-  expect(t.scalar_type() == q.scalar_type(), call.op, name, " must be ", dtype_name(q.scalar_type()), ", not ",
-         dtype_name(t.scalar_type()));
+  ATTN_EXT_EXPECT(sizes_of(t) == sizes, call.op, name, " must have the shape of the output for q ", shape_string(q),
+                  " and a value head dim of ", width, ", not ", shape_string(t));
+  ATTN_EXT_EXPECT(t.scalar_type() == q.scalar_type(), call.op, name, " must be ", dtype_name(q.scalar_type()), ", not ",
+                  dtype_name(t.scalar_type()));
 }
 
 }  // namespace
@@ -535,10 +544,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   }
 
   enum : int64_t { of_q = 1, of_k = 2, of_v = 4, of_bias = 8, of_bias2 = 16, of_sinks = 32 };
-  expect(grads >= 0 && grads < 64, call.op, "grads must be a bit mask below 64, not ", grads);
-  expect(!(grads & of_bias) || bias, call.op, "grads asks for the gradient of a bias that is not given");
-  expect(!(grads & of_bias2) || bias2, call.op, "grads asks for the gradient of a bias2 that is not given");
-  expect(!(grads & of_sinks) || sinks, call.op, "grads asks for the gradient of sinks that are not given");
+  ATTN_EXT_EXPECT(grads >= 0 && grads < 64, call.op, "grads must be a bit mask below 64, not ", grads);
+  ATTN_EXT_EXPECT(!(grads & of_bias) || bias, call.op, "grads asks for the gradient of a bias that is not given");
+  ATTN_EXT_EXPECT(!(grads & of_bias2) || bias2, call.op, "grads asks for the gradient of a bias2 that is not given");
+  ATTN_EXT_EXPECT(!(grads & of_sinks) || sinks, call.op, "grads asks for the gradient of sinks that are not given");
   const Tensor nothing = empty({0}, q.scalar_type());
   std::array<Tensor, 6> result{nothing, nothing, nothing, nothing, nothing, nothing};
   if (grads & of_q) p.dq = call.view(result[0] = zeros_in_order_of(q, p.D));
@@ -592,11 +601,12 @@ Tensor attention_weights(Tensor q, Tensor k, OptionalTensor mask, OptionalTensor
                    p);
   if (row_positions) {
     call.positions = integers(call.op, "row_positions", *row_positions);
-    expect(static_cast<int64_t>(call.positions.size()) == p.Lq, call.op, "row_positions must have one entry for each of the ",
-           p.Lq, " rows of q, not shape ", shape_string(*row_positions));
+    ATTN_EXT_EXPECT(static_cast<int64_t>(call.positions.size()) == p.Lq, call.op,
+                    "row_positions must have one entry for each of the ", p.Lq, " rows of q, not shape ",
+                    shape_string(*row_positions));
     for (const int64_t position : call.positions) {
-      expect(position >= 0 && position < num_queries, call.op, "row_positions must lie in [0, ", num_queries,
-             "), not be ", position);
+      ATTN_EXT_EXPECT(position >= 0 && position < num_queries, call.op, "row_positions must lie in [0, ", num_queries,
+                      "), not be ", position);
     }
     p.row_positions = call.positions.data();
     p.num_queries = num_queries;
@@ -608,7 +618,7 @@ Tensor attention_weights(Tensor q, Tensor k, OptionalTensor mask, OptionalTensor
   p.weights = view_of(weights);
 
   const FloatEnvironment environment;
-  expect(row_max.has_value() == row_sum.has_value(), call.op, "row_max and row_sum must be given together");
+  ATTN_EXT_EXPECT(row_max.has_value() == row_sum.has_value(), call.op, "row_max and row_sum must be given together");
   Tensor max, sum;
   if (row_max) {
     max = checked_statistics(call, q, "row_max", *row_max);

@@ -1,5 +1,5 @@
-// Measures peak FMA, peak bf16 dot product and read bandwidth. Each kernel below is compiled for its own instruction set by a
-// target attribute and runs only after the CPU and the OS (XGETBV, inside __builtin_cpu_supports) were asked.
+// Measures peak FMA, peak bf16 dot product and read bandwidth. Each kernel below is compiled for its own instruction set by
+// a target attribute and runs only after the CPU and the OS (XGETBV, inside __builtin_cpu_supports) were asked.
 #include "ceilings.h"
 
 #include <algorithm>
@@ -114,8 +114,8 @@ void check_common(const char* who, int threads, double seconds) {
 
 // ---- 2. Peak FMA ---------------------------------------------------------------------------------------------------
 
-// Runs `rounds` rounds of `kChains` independent multiply-adds, x ← x·m + a, over registers and returns a sum of all x, so that
-// none of it is dead. The chains start at different values and m, a come from memory: nothing folds, and with m = a = ½ each
+// Runs `rounds` rounds of `kChains` independent multiply-adds, x ← x·m + a, over registers and returns a sum of all x, so
+// that none of it is dead. The chains start at different values and m, a come from memory: nothing folds, and with m = a = ½ each
 // x tends to 1, never to a denormal, NaN or Inf. kChains covers latency × ports (4 × 2 on x86, 4 × 4 on wide ARM cores),
 // and leaves two registers for m and a.
 template <class T>

@@ -20,8 +20,9 @@ double measure_fma_peak(int threads, double seconds, const std::string& dtype);
 // the CPU or the compiler has none.
 std::optional<double> measure_bf16_peak(int threads, double seconds);
 
-// Returns how fast memory is read, in GB/s (1e9 bytes), by the best of a few ways to prefetch: each thread reads its own buffer of `bytes_per_thread` over and
-// over, so that number should be far beyond the last-level cache's share of a thread. At least 1 MiB each.
+// Returns how fast memory is read, in GB/s (1e9 bytes), by the best of a few ways to prefetch. Each thread reads its own
+// buffer of `bytes_per_thread` over and over, so that number, 1 MiB at least, should be far beyond the last-level cache's
+// share of a thread.
 double measure_read_bandwidth(int threads, int64_t bytes_per_thread, double seconds);
 
 }  // namespace attn_ext::ceilings

@@ -47,8 +47,8 @@ struct AttentionParams {
   int64_t Hq = 0, Hkv = 0, Lq = 0, Lk = 0, D = 0, Dv = 0;
 
   TensorView q, k, v;
-  TensorView mask;              // bool, true = attend; null = none
-  TensorView bias[kMaxBiases];  // added to the scaled scores; null = none
+  TensorView mask;                      // bool, true = attend; null = none
+  TensorView bias[kMaxBiases];          // added to the scaled scores; null = none
   const float* alibi_slopes = nullptr;  // [batch or 1][Hq]
   int64_t alibi_stride_b = 0;
   const double* sinks = nullptr;         // [Hq] logits without a value
@@ -81,7 +81,7 @@ struct AttentionParams {
 };
 
 struct ForwardParams : AttentionParams {
-  TensorView out;  // (B, Hq, Lq, Dv)
+  TensorView out;                 // (B, Hq, Lq, Dv)
   RowView lse, row_max, row_sum;  // null where nobody asked (the inference op)
 };
 
@@ -94,10 +94,10 @@ struct BackwardParams : AttentionParams {
   TensorView out, grad_out;  // (B, Hq, Lq, Dv)
   RowView grad_lse;          // may be null
   RowView row_max, row_sum;
-  TensorView dq, dk, dv;          // null where not asked
-  TensorView dbias[kMaxBiases];   // shape of the bias itself: stride 0 where it broadcasts; filled with zeros
+  TensorView dq, dk, dv;                 // null where not asked
+  TensorView dbias[kMaxBiases];          // shape of the bias itself: stride 0 where it broadcasts; filled with zeros
   bool bias_varies[kMaxBiases][5] = {};  // whether the bias has its own entries per outer b, inner b, h, i, j
-  double* dsinks = nullptr;       // [Hq]
+  double* dsinks = nullptr;              // [Hq]
 };
 
 }  // namespace attn_ext

@@ -1,21 +1,23 @@
 // Every op's signature, and nothing else. The options that the ops share stand in one order, here and in attention.cpp.
 #include "attention.h"
 
-#define ATTN_EXT_OPTIONS                                                                                          \
-  "Tensor? mask, Tensor? bias, Tensor? bias2, Tensor? alibi_slopes, Tensor? sinks, Tensor? key_lengths, "         \
-  "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, int causal, int? window_left, "              \
+#define ATTN_EXT_OPTIONS                                                                                  \
+  "Tensor? mask, Tensor? bias, Tensor? bias2, Tensor? alibi_slopes, Tensor? sinks, Tensor? key_lengths, " \
+  "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, int causal, int? window_left, "      \
   "int? window_right, float? scale, float softcap, float dropout_p"
 
 STABLE_TORCH_LIBRARY(attn_ext, m) {
   m.def("attention_inference(Tensor q, Tensor k, Tensor v, int causal, float? scale) -> Tensor");
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, " ATTN_EXT_OPTIONS
         ") -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)");
-  m.def("attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
-        "Tensor row_max, Tensor row_sum, " ATTN_EXT_OPTIONS
-        ", int grads) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dbias2, Tensor dsinks)");
-  m.def("attention_weights(Tensor q, Tensor k, Tensor? mask, Tensor? bias, Tensor? bias2, Tensor? alibi_slopes, "
-        "Tensor? sinks, Tensor? key_lengths, Tensor? row_max, Tensor? row_sum, Tensor? row_positions, "
-        "int num_queries, int causal, int? window_left, int? window_right, float? scale, float softcap) -> Tensor");
+  m.def(
+      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
+      "Tensor row_max, Tensor row_sum, " ATTN_EXT_OPTIONS
+      ", int grads) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dbias2, Tensor dsinks)");
+  m.def(
+      "attention_weights(Tensor q, Tensor k, Tensor? mask, Tensor? bias, Tensor? bias2, Tensor? alibi_slopes, "
+      "Tensor? sinks, Tensor? key_lengths, Tensor? row_max, Tensor? row_sum, Tensor? row_positions, "
+      "int num_queries, int causal, int? window_left, int? window_right, float? scale, float softcap) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {

@@ -22,9 +22,12 @@ std::vector<Feature> features() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool f16c = __builtin_cpu_supports("f16c");
-  return {{"avx2", __builtin_cpu_supports("avx2") != 0},         {"fma", __builtin_cpu_supports("fma") != 0},
-          {"f16c", f16c},                                        {"avx512f", __builtin_cpu_supports("avx512f") != 0},
-          {"avx512bw", __builtin_cpu_supports("avx512bw") != 0}, {"avx512dq", __builtin_cpu_supports("avx512dq") != 0},
+  return {{"avx2", __builtin_cpu_supports("avx2") != 0},
+          {"fma", __builtin_cpu_supports("fma") != 0},
+          {"f16c", f16c},
+          {"avx512f", __builtin_cpu_supports("avx512f") != 0},
+          {"avx512bw", __builtin_cpu_supports("avx512bw") != 0},
+          {"avx512dq", __builtin_cpu_supports("avx512dq") != 0},
           {"avx512vl", __builtin_cpu_supports("avx512vl") != 0}};
 #elif defined(__aarch64__)
   return {{"asimd", true}};

@@ -22,12 +22,12 @@ struct TileShape {
 #define ATTN_EXT_FOR_EACH_ISA(X) X(scalar)
 #endif
 
-#define ATTN_EXT_DECLARE_ISA(isa)                                    \
-  namespace attn_ext::cpu::isa {                                     \
-  void forward(const ForwardParams& p, const Parallel& parallel);    \
-  void backward(const BackwardParams& p, const Parallel& parallel);  \
-  void weights(const WeightsParams& p, const Parallel& parallel);    \
-  TileShape tile(bool is_double);                                    \
+#define ATTN_EXT_DECLARE_ISA(isa)                                   \
+  namespace attn_ext::cpu::isa {                                    \
+  void forward(const ForwardParams& p, const Parallel& parallel);   \
+  void backward(const BackwardParams& p, const Parallel& parallel); \
+  void weights(const WeightsParams& p, const Parallel& parallel);   \
+  TileShape tile(bool is_double);                                   \
   }
 ATTN_EXT_FOR_EACH_ISA(ATTN_EXT_DECLARE_ISA)
 #undef ATTN_EXT_DECLARE_ISA

@@ -60,7 +60,8 @@ inline ForwardPlan plan_forward(const AttentionParams& p, int threads) {
   if (plan.tasks > 0) {
     const double task_flops = total / static_cast<double>(plan.tasks);
     const int64_t fair_share = std::max<int64_t>(1, plan.tasks / (8 * static_cast<int64_t>(plan.threads)));
-    plan.tasks_per_grab = static_cast<int64_t>(std::clamp(kTaskCost / task_flops, 1.0, static_cast<double>(fair_share)));
+    plan.tasks_per_grab =
+        static_cast<int64_t>(std::clamp(kTaskCost / task_flops, 1.0, static_cast<double>(fair_share)));
   }
   return plan;
 }

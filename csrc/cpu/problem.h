@@ -24,6 +24,7 @@ inline int64_t size_of(DType dtype) {
 }
 
 inline int64_t batch_offset(const TensorView& t, int64_t batch_inner, int64_t b) {
+  if (b < batch_inner) return b * t.stride_b1;  // spares two divisions a row in all but 5-D calls
   return b / batch_inner * t.stride_b0 + b % batch_inner * t.stride_b1;
 }
 

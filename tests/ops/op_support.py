@@ -6,8 +6,10 @@ that the reference is itself checked against something that shares no code with 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -297,20 +299,50 @@ def reference_call(
     return attn_ext.reference.attention(q, k, v, **options, **more, dtype=dtype)
 
 
+# The same inputs in another layout, or with another instruction set, have the same truth: it is computed once.
+_KNOWN: OrderedDict[bytes, Any] = OrderedDict()
+
+
+def remembered(key: Iterable[Any], compute: Callable[[], Any]) -> Any:
+    """`compute()`, or what it gave before for the same key: tensors count by value and dtype, not by strides."""
+    digest = hashlib.blake2b(digest_size=16)
+    for item in key:
+        if isinstance(item, Tensor):
+            digest.update(repr((item.dtype, item.shape)).encode())
+            digest.update(item.detach().double().numpy().tobytes())
+        else:
+            digest.update(repr(item).encode())
+    name = digest.digest()
+    if name not in _KNOWN:
+        _KNOWN[name] = compute()
+        if len(_KNOWN) > 1500:
+            _KNOWN.popitem(last=False)
+    return _KNOWN[name]
+
+
+def option_key(options: dict[str, Any]) -> list[Any]:
+    """Names and values of the options, one behind the other."""
+    return [x for item in sorted(options.items()) for x in item]
+
+
 def check_forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], what: str = "output") -> Tensor:
     """Call attention without gradients and hold output and lse against the reference; returns the output."""
     import attn_ext
 
+    def expected() -> tuple[Tensor, ...]:
+        truth = reference_call(q, k, v, options, torch.float64, return_lse=True)
+        return (*truth, *reference_call(q, k, v, options, q.dtype, return_lse=True))
+
     with torch.no_grad():
         out, lse = attn_ext.attention(q, k, v, **options, return_lse=True)
-        truth, truth_lse = reference_call(q, k, v, options, torch.float64, return_lse=True)
-        plain, plain_lse = reference_call(q, k, v, options, q.dtype, return_lse=True)
+        truth, truth_lse, plain, plain_lse = remembered(("forward", q, k, v, *option_key(options)), expected)
         assert out.dtype == q.dtype
         assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
         assert_close_to_reference(out, truth, plain, what=what)
         assert_close_to_reference(lse, truth_lse, plain_lse, what=f"lse of {what}")
         lean = attn_ext.attention(q, k, v, **options)
-    assert torch.equal(torch.nan_to_num(lean), torch.nan_to_num(out)), f"{what}: asking for the lse changed the output"
+    same = torch.equal(torch.nan_to_num(lean), torch.nan_to_num(out))
+    assert same, f"{what}: asking for the lse changed the output"
     return out
 
 
@@ -382,8 +414,16 @@ def check_gradients(
     for name, grad in actual.items():
         assert grad.shape == every[name].shape, f"gradient of {name} has shape {tuple(grad.shape)}"
         assert grad.dtype == every[name].dtype, f"gradient of {name} has dtype {grad.dtype}"
-    truth = run(partial(attn_ext.reference.attention, dtype=torch.float64), torch.float64)
-    assert_grads_close_to_reference(actual, truth, run(partial(attn_ext.reference.attention, dtype=q.dtype), None))
+
+    def expected() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        reference = attn_ext.reference.attention
+        return (
+            run(partial(reference, dtype=torch.float64), torch.float64),
+            run(partial(reference, dtype=q.dtype), None),
+        )
+
+    key = ("backward", q, k, v, *option_key(options), names, grad_out, with_lse)
+    assert_grads_close_to_reference(actual, *remembered(key, expected))
     return actual
 
 

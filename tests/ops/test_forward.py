@@ -417,7 +417,7 @@ def test_a_hidden_key_touches_nothing_whatever_it_holds(isa: str, hidden_by: str
             "float mask": {"mask": torch.zeros(s.lk).masked_fill(dead, -math.inf)},
             "bias": {"bias": make((s.lq, s.lk)).masked_fill(dead, -math.inf)},
             "causal": {"causal": "top_left"},
-            "window": {"window": (4, 1)},
+            "window": {"window": (1, 1)},
             "key lengths": {"key_lengths": torch.full((s.b,), s.lk // 2)},
             "mixture": {"mask": ~dead, "window": (30, None), "causal": "bottom_right", "softcap": 4.0},
         }[hidden_by]

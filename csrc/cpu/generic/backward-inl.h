@@ -27,6 +27,9 @@ class BackwardWorker {
   static constexpr int N = V::N;
   static constexpr int64_t kKeys = kBackwardKeys, kRows = kBackwardRows;
   static_assert(kKeys % kPanel<T> == 0);
+  // Rows of the p and ds tiles lie a cache line further apart than they are long: step 4 walks down their columns, and
+  // at a power of two all of a column would fall into a few sets of L1.
+  static constexpr int64_t kTileStride = kKeys + static_cast<int64_t>(kCacheLine / sizeof(T));
 
  public:
   // dq on its way: T rows, in the output itself where it can hold them.
@@ -60,9 +63,9 @@ class BackwardWorker {
     keys_ = std::min(kKeys, sequence_.Lk - at.key);
     const int64_t row = sequence_.k_row + at.key;
     const char* k = address(p_.k, p_.batch_inner, at.b, at.hkv, row);
-    keys_finite_ = pack_transposed<T>(p_.k, k, keys_, p_.D, k_panels_);
+    pack_transposed<T>(p_.k, k, keys_, p_.D, k_panels_);
     pack_transposed<T>(p_.v, address(p_.v, p_.batch_inner, at.b, at.hkv, row), keys_, p_.Dv, v_panels_);
-    if (p_.dq) pack_rows<T>(p_.k, k, keys_, p_.D, kKeys, k_rows_);
+    keys_finite_ = !p_.dq || pack_rows<T>(p_.k, k, keys_, p_.D, kKeys, k_rows_);
   }
 
   void clear_key_gradients() {
@@ -86,9 +89,9 @@ class BackwardWorker {
     load_rows(at.b, h);
 
     multiply_panels<T, Start::zero, Along::k>(rows_, round_up_to(keys_, N), p_.D, q_rows_, d_, k_panels_,
-                                              {kPanel<T> * p_.D, 0}, p_tile_, kKeys);
+                                              {kPanel<T> * p_.D, 0}, p_tile_, kTileStride);
     multiply_panels<T, Start::zero, Along::k>(rows_, round_up_to(keys_, N), p_.Dv, go_rows_, dv_, v_panels_,
-                                              {kPanel<T> * p_.Dv, 0}, ds_tile_, kKeys);
+                                              {kPanel<T> * p_.Dv, 0}, ds_tile_, kTileStride);
 
     const Stretch s{at.key, at.key, at.key + round_up_to(keys_, N), at.key + keys_};
     const bool plain = all && !units_.scaled && !p_.mask;
@@ -96,10 +99,10 @@ class BackwardWorker {
     const auto* sum = row_address<const T>(p_.row_sum, at.b, h) + sequence_.q_row;
     const T* delta = delta_of(at.b, h);
     for (int64_t r = 0; r < rows_; ++r) {
-      T* x = p_tile_ + r * kKeys;
+      T* x = p_tile_ + r * kTileStride;
       if (!plain) {
         finish_scores<T>(p_, units_, sequence_, row_[r], s, buffers_, x,
-                         p_.softcap != 0.0 ? cap_tile_ + r * kKeys : nullptr);
+                         p_.softcap != 0.0 ? cap_tile_ + r * kTileStride : nullptr);
       }
       weights_and_scores(r, s, max[row_[r].i], sum[row_[r].i], delta[row_[r].i]);
     }
@@ -111,11 +114,11 @@ class BackwardWorker {
     if (p_.softcap != 0.0) apply_cap_derivative();
     if (exclude_hidden()) return add_key_gradients_visible();
     if (p_.dv) {
-      multiply_panels<T, Start::from_c, Along::rows>(keys_, dv_, rows_, p_tile_, kKeys, go_rows_, {kPanel<T>, dv_},
-                                                     dv_rows_, dv_);
+      multiply_panels<T, Start::from_c, Along::rows>(keys_, dv_, rows_, p_tile_, kTileStride, go_rows_,
+                                                     {kPanel<T>, dv_}, dv_rows_, dv_);
     }
     if (p_.dk) {
-      multiply_panels<T, Start::from_c, Along::rows>(keys_, d_, rows_, ds_tile_, kKeys, q_rows_, {kPanel<T>, d_},
+      multiply_panels<T, Start::from_c, Along::rows>(keys_, d_, rows_, ds_tile_, kTileStride, q_rows_, {kPanel<T>, d_},
                                                      dk_rows_, d_);
     }
   }
@@ -123,8 +126,8 @@ class BackwardWorker {
   // Step 4 for dq.
   void add_query_gradients(QueryGradients dq) {
     if (exclude_hidden()) return add_query_gradients_visible(dq);
-    multiply_panels<T, Start::from_c, Along::k>(rows_, d_, keys_, ds_tile_, kKeys, k_rows_, {kPanel<T> * kKeys, 0},
-                                                dq.rows, dq.stride);
+    multiply_panels<T, Start::from_c, Along::k>(rows_, d_, keys_, ds_tile_, kTileStride, k_rows_,
+                                                {kPanel<T> * kKeys, 0}, dq.rows, dq.stride);
   }
 
   void store_key_gradients(const Place& at) {
@@ -161,13 +164,13 @@ class BackwardWorker {
     const TensorView& out = p_.dbias[n];
     for (int64_t r = 0; r < rows_; ++r) {
       store_row<T>(out, address(out, p_.batch_inner, at.b, row_[r].h, row_[r].i, at.key), keys_, T(1),
-                   ds_tile_ + r * kKeys);
+                   ds_tile_ + r * kTileStride);
     }
   }
 
   int64_t rows() const { return rows_; }
   int64_t keys() const { return keys_; }
-  const T* score_gradients(int64_t r) const { return ds_tile_ + r * kKeys; }
+  const T* score_gradients(int64_t r) const { return ds_tile_ + r * kTileStride; }
 
  private:
   size_t layout(char* base) {
@@ -180,13 +183,13 @@ class BackwardWorker {
     k_rows_ = carve.take<T>(kKeys * d_);
     dk_rows_ = carve.take<T>(kKeys * d_);
     dv_rows_ = carve.take<T>(kKeys * dv_);
-    p_tile_ = carve.take<T>(kRows * kKeys);
-    ds_tile_ = carve.take<T>(kRows * kKeys);
-    cap_tile_ = carve.take<T>(p_.softcap != 0.0 ? kRows * kKeys : 0);
+    p_tile_ = carve.take<T>(kRows * kTileStride);
+    ds_tile_ = carve.take<T>(kRows * kTileStride);
+    cap_tile_ = carve.take<T>(p_.softcap != 0.0 ? kRows * kTileStride : 0);
     buffers_.numbers = carve.take<T>(kKeys);
     buffers_.bytes = carve.take<uint8_t>(kKeys);
     keep_ = carve.take<uint8_t>(kKeys);
-    hidden_ = carve.take<uint8_t>(kRows * kKeys);
+    hidden_ = carve.take<uint8_t>(kRows * kTileStride);
     return carve.used();
   }
 
@@ -195,27 +198,30 @@ class BackwardWorker {
   }
 
   void load_rows(int64_t b, int64_t h) {
-    FiniteCheck<T> check;
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t row = sequence_.q_row + row_[r].i;
-      load_row(p_.q, address(p_.q, p_.batch_inner, b, h, row), p_.D, units_.q_factor, q_rows_ + r * d_, d_, check);
-      load_row(p_.grad_out, address(p_.grad_out, p_.batch_inner, b, h, row), p_.Dv, T(1), go_rows_ + r * dv_, dv_,
-               check);
+      load_row(p_.q, address(p_.q, p_.batch_inner, b, h, row), p_.D, units_.q_factor, q_rows_ + r * d_, d_);
+      load_row(p_.grad_out, address(p_.grad_out, p_.batch_inner, b, h, row), p_.Dv, T(1), go_rows_ + r * dv_, dv_);
     }
-    rows_finite_ = check.all_finite();
+    // Only asked where something may be hidden.
+    rows_finite_ = !some_hidden_ || (all_finite(q_rows_, rows_ * d_) && all_finite(go_rows_, rows_ * dv_));
   }
 
-  static void load_row(const TensorView& view, const char* src, int64_t n, T factor, T* dst, int64_t padded,
-                       FiniteCheck<T>& check) {
+  static void load_row(const TensorView& view, const char* src, int64_t n, T factor, T* dst, int64_t padded) {
     copy_row_scaled<T>(view, src, n, factor, dst);
     std::fill(dst + n, dst + padded, T(0));
-    for (int64_t d = 0; d < padded; d += N) check.see(V::load(dst + d));
+  }
+
+  static bool all_finite(const T* x, int64_t n) {
+    FiniteCheck<T> check;
+    for (int64_t d = 0; d < n; d += N) check.see(V::load(x + d), V::zero());
+    return check.all_finite();
   }
 
   // p and ds of one row, from x in p_tile_ and dp in ds_tile_. Where something may be hidden both are exactly 0 there.
   void weights_and_scores(int64_t r, const Stretch& s, T max, T sum, T delta) {
-    T* p = p_tile_ + r * kKeys;
-    T* ds = ds_tile_ + r * kKeys;
+    T* p = p_tile_ + r * kTileStride;
+    T* ds = ds_tile_ + r * kTileStride;
     const int64_t count = s.to - s.start;
     const V m = V::broadcast(max == -kInfinity<T> ? T(0) : max), c = V::broadcast(units_.c);
     const V inverse = V::broadcast(sum == T(0) ? T(0) : T(1) / sum), minus = V::broadcast(delta);
@@ -224,37 +230,50 @@ class BackwardWorker {
     }
     const V drop_scale = V::broadcast(static_cast<T>(p_.dropout_scale)), none = V::zero();
     const V minus_infinity = V::broadcast(-kInfinity<T>);
-    uint8_t* hidden = exclude_hidden() ? hidden_ + r * kKeys : nullptr;
-    for (int64_t j = 0; j < count; j += N) {
-      const V x = V::load(p + j);
-      V weight = exp2_nonpositive<T>((x - m) * c) * inverse;
-      V dp = V::load(ds + j), used = weight;
-      if (p_.dropout) {
-        const auto kept = V::nonzero_bytes(keep_ + j);
-        dp = V::select(kept, dp * drop_scale, none);
-        used = V::select(kept, weight * drop_scale, none);
+    uint8_t* hidden = exclude_hidden() ? hidden_ + r * kTileStride : nullptr;
+    int64_t j = 0;
+    const auto step = [&]<int U>(std::integral_constant<int, U>) {
+      V x[U], weight[U];
+#pragma GCC unroll 4
+      for (int u = 0; u < U; ++u) {
+        x[u] = V::load(p + j + u * N);
+        weight[u] = (x[u] - m) * c;
       }
-      V gradient = weight * (dp - minus);
-      if (some_hidden_) {
-        const auto out_of_sight = V::equal(x, minus_infinity);
-        gradient = V::select(out_of_sight, none, gradient);
-        used = V::select(out_of_sight, none, used);
-        if (hidden) {
-          T lanes[N];
-          x.store(lanes);
-          for (int64_t n = 0; n < N; ++n) hidden[j + n] = lanes[n] == -kInfinity<T>;
+      exp2_nonpositive<T, U>(weight);
+#pragma GCC unroll 4
+      for (int u = 0; u < U; ++u) {
+        const int64_t at = j + u * N;
+        const V share = weight[u] * inverse;
+        V dp = V::load(ds + at), used = share;
+        if (p_.dropout) {
+          const auto kept = V::nonzero_bytes(keep_ + at);
+          dp = V::select(kept, dp * drop_scale, none);
+          used = V::select(kept, share * drop_scale, none);
         }
+        V gradient = share * (dp - minus);
+        if (some_hidden_) {
+          const auto out_of_sight = V::equal(x[u], minus_infinity);
+          gradient = V::select(out_of_sight, none, gradient);
+          used = V::select(out_of_sight, none, used);
+          if (hidden) {
+            T lanes[N];
+            x[u].store(lanes);
+            for (int n = 0; n < N; ++n) hidden[at + n] = lanes[n] == -kInfinity<T>;
+          }
+        }
+        used.store(p + at);
+        gradient.store(ds + at);
       }
-      used.store(p + j);
-      gradient.store(ds + j);
-    }
+    };
+    for (; j + 4 * N <= count; j += 4 * N) step(std::integral_constant<int, 4>());
+    for (; j < count; j += N) step(std::integral_constant<int, 1>());
   }
 
   void apply_cap_derivative() {
     for (int64_t r = 0; r < rows_; ++r) {
       for (int64_t j = 0; j < round_up_to(keys_, N); j += N) {
-        T* at = ds_tile_ + r * kKeys + j;
-        const V capped = V::load(at) * V::load(cap_tile_ + r * kKeys + j);
+        T* at = ds_tile_ + r * kTileStride + j;
+        const V capped = V::load(at) * V::load(cap_tile_ + r * kTileStride + j);
         if (some_hidden_) {  // a hidden key's derivative may be NaN
           V::select(V::equal(V::load(at), V::zero()), V::zero(), capped).store(at);
         } else {
@@ -271,9 +290,9 @@ class BackwardWorker {
   void add_key_gradients_visible() {
     for (int64_t r = 0; r < rows_; ++r) {
       for (int64_t j = 0; j < keys_; ++j) {
-        if (hidden_[r * kKeys + j]) continue;
-        if (p_.dv) add_row(dv_, p_tile_[r * kKeys + j], go_rows_ + r * dv_, dv_rows_ + j * dv_);
-        if (p_.dk) add_row(d_, ds_tile_[r * kKeys + j], q_rows_ + r * d_, dk_rows_ + j * d_);
+        if (hidden_[r * kTileStride + j]) continue;
+        if (p_.dv) add_row(dv_, p_tile_[r * kTileStride + j], go_rows_ + r * dv_, dv_rows_ + j * dv_);
+        if (p_.dk) add_row(d_, ds_tile_[r * kTileStride + j], q_rows_ + r * d_, dk_rows_ + j * d_);
       }
     }
   }
@@ -281,8 +300,8 @@ class BackwardWorker {
   void add_query_gradients_visible(QueryGradients dq) {
     for (int64_t r = 0; r < rows_; ++r) {
       for (int64_t j = 0; j < keys_; ++j) {
-        if (hidden_[r * kKeys + j]) continue;
-        const V ds = V::broadcast(ds_tile_[r * kKeys + j]);
+        if (hidden_[r * kTileStride + j]) continue;
+        const V ds = V::broadcast(ds_tile_[r * kTileStride + j]);
         for (int64_t column = 0; column < d_; column += N) {
           const int64_t panel = column / kPanel<T> * kPanel<T>;
           const int64_t width = d_ - panel > N ? kPanel<T> : N;
@@ -304,15 +323,15 @@ class BackwardWorker {
   const ScoreUnits<T> units_;
   const int64_t group_, d_, dv_;  // Hq / Hkv; D and Dv rounded up to whole vectors
 
-  ScoreRow* row_ = nullptr;                       // [kRows]
-  T *q_rows_ = nullptr, *go_rows_ = nullptr;      // [kRows][d_], [kRows][dv_]
-  T *k_panels_ = nullptr, *v_panels_ = nullptr;   // transposed panels of keys
-  T* k_rows_ = nullptr;                           // panels of columns
-  T *dk_rows_ = nullptr, *dv_rows_ = nullptr;     // [kKeys][d_], [kKeys][dv_]
-  T *p_tile_ = nullptr, *ds_tile_ = nullptr;      // [kRows][kKeys]
-  T* cap_tile_ = nullptr;                         // [kRows][kKeys]
+  ScoreRow* row_ = nullptr;                      // [kRows]
+  T *q_rows_ = nullptr, *go_rows_ = nullptr;     // [kRows][d_], [kRows][dv_]
+  T *k_panels_ = nullptr, *v_panels_ = nullptr;  // transposed panels of keys
+  T* k_rows_ = nullptr;                          // panels of columns
+  T *dk_rows_ = nullptr, *dv_rows_ = nullptr;    // [kKeys][d_], [kKeys][dv_]
+  T *p_tile_ = nullptr, *ds_tile_ = nullptr;     // [kRows][kTileStride]
+  T* cap_tile_ = nullptr;                        // [kRows][kTileStride]
   RowBuffers<T> buffers_;
-  uint8_t *keep_ = nullptr, *hidden_ = nullptr;   // [kKeys], [kRows][kKeys]
+  uint8_t *keep_ = nullptr, *hidden_ = nullptr;  // [kKeys], [kRows][kKeys]
 
   Scratch scratch_;
 

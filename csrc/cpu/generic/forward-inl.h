@@ -44,9 +44,7 @@ class ForwardWorker {
     layout(scratch_.data());
   }
 
-  static int64_t partial_size(const ForwardParams& p, int64_t rows) {
-    return rows * (round_up_to(p.Dv, N) + 2);
-  }
+  static int64_t partial_size(const ForwardParams& p, int64_t rows) { return rows * (round_up_to(p.Dv, N) + 2); }
 
   static Partial partial_at(const ForwardParams& p, T* memory, int64_t rows) {
     const int64_t width = round_up_to(p.Dv, N);
@@ -124,8 +122,8 @@ class ForwardWorker {
         key_lo_ = std::min(key_lo_, row_[r].keys.lo);
         key_hi_ = std::max(key_hi_, row_[r].keys.hi);
       }
-      copy_row_scaled<T>(p_.q, address(p_.q, p_.batch_inner, b, row_[r].h, sequence_.q_row + i), p_.D,
-                         units_.q_factor, q_ + r * p_.D);
+      copy_row_scaled<T>(p_.q, address(p_.q, p_.batch_inner, b, row_[r].h, sequence_.q_row + i), p_.D, units_.q_factor,
+                         q_ + r * p_.D);
       if (++i == sequence_.Lq) {
         i = 0;
         ++g;
@@ -187,9 +185,7 @@ class ForwardWorker {
     return range;
   }
 
-  int64_t padded_keys(int64_t panel_end) const {
-    return std::min(panel_end * kPanelKeys, round_up_to(block_keys_, N));
-  }
+  int64_t padded_keys(int64_t panel_end) const { return std::min(panel_end * kPanelKeys, round_up_to(block_keys_, N)); }
 
   void compute_block(int64_t row_begin, int64_t row_end, Partial t) {
     const int64_t ld = keys_capacity_;
@@ -261,22 +257,15 @@ class ForwardWorker {
     t.max[r] = now;
     const T offset = now == -kInfinity<T> ? T(0) : now;  // nothing seen yet: −Inf − (−Inf) would be NaN
     const V m = V::broadcast(offset), c = V::broadcast(units_.c);
-    V sum0 = V::zero(), sum1 = V::zero();
+    V sums[2] = {V::zero(), V::zero()};
     int64_t j = from;
-    for (; j + 2 * N <= to; j += 2 * N) {
-      const V p0 = exp2_nonpositive<T>((V::load(x + j) - m) * c);
-      const V p1 = exp2_nonpositive<T>((V::load(x + j + N) - m) * c);
-      sum0 = sum0 + p0;
-      sum1 = sum1 + p1;
-      p0.store(x + j);
-      p1.store(x + j + N);
+    for (; j + 4 * N <= to; j += 4 * N) weigh<4>(x + j, m, c, sums);
+    if (j + 2 * N <= to) {
+      weigh<2>(x + j, m, c, sums);
+      j += 2 * N;
     }
-    if (j < to) {
-      const V p0 = exp2_nonpositive<T>((V::load(x + j) - m) * c);
-      sum0 = sum0 + p0;
-      p0.store(x + j);
-    }
-    const T block_sum = (sum0 + sum1).sum();
+    if (j < to) weigh<1>(x + j, m, c, sums);
+    const T block_sum = (sums[0] + sums[1]).sum();
     if (now != before) {
       const T factor = exp2_nonpositive<T>((before - now) * units_.c);
       t.sum[r] *= factor;
@@ -285,6 +274,20 @@ class ForwardWorker {
     }
     t.sum[r] += block_sum;
     if (p_.dropout) drop(r, s, x);
+  }
+
+  // U vectors of scores become weights, and are added to the two sums in turn.
+  template <int U>
+  static void weigh(T* x, V m, V c, V (&sums)[2]) {
+    V y[U];
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) y[u] = (V::load(x + u * N) - m) * c;
+    exp2_nonpositive<T, U>(y);
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) {
+      sums[u % 2] = sums[u % 2] + y[u];
+      y[u].store(x + u * N);
+    }
   }
 
   // The largest score; NaNs are passed over here and come back through the weights.
@@ -382,15 +385,15 @@ class ForwardWorker {
   const int64_t padded_dv_;
   int64_t keys_capacity_ = 0;
 
-  ScoreRow* row_ = nullptr;      // [rows]
-  T* q_ = nullptr;               // [rows][D]
-  T* k_ = nullptr;               // panels of kPanelKeys keys: [panel][D][keys]
-  T* v_ = nullptr;               // panels of kPanel columns: [panel][keys][columns]
-  T* scores_ = nullptr;          // [kRowBlock][keys]
+  ScoreRow* row_ = nullptr;  // [rows]
+  T* q_ = nullptr;           // [rows][D]
+  T* k_ = nullptr;           // panels of kPanelKeys keys: [panel][D][keys]
+  T* v_ = nullptr;           // panels of kPanel columns: [panel][keys][columns]
+  T* scores_ = nullptr;      // [kRowBlock][keys]
   Partial first_, second_;
   RowBuffers<T> buffers_;
-  uint8_t* keep_ = nullptr;      // [keys]
-  uint8_t* hidden_ = nullptr;    // [kRowBlock][keys]
+  uint8_t* keep_ = nullptr;    // [keys]
+  uint8_t* hidden_ = nullptr;  // [kRowBlock][keys]
 
   Scratch scratch_;
 

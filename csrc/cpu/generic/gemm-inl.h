@@ -19,7 +19,7 @@ inline constexpr int kTileRows = Vec<T>::kTileRows;
 inline constexpr int kTileVecs = 2;
 
 template <class T>
-inline constexpr int kPanel = kTileVecs * Vec<T>::N;
+inline constexpr int kPanel = kTileVecs* Vec<T>::N;
 
 // A is read at a[r·lda + k] (Along::k) or a[k·lda + r] (Along::rows); B at b[k·ldb …]; C at c[r·ldc …].
 template <class T, int MR, int NV, Start start, Along along>

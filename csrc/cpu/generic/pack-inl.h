@@ -24,15 +24,19 @@ inline constexpr bool kVectorLoads = std::is_same_v<T, Storage> || (sizeof(T) ==
 
 inline constexpr int64_t round_up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Finds out whether any number passed to see() was NaN or Inf: 0·x is NaN then, and stays in the sum.
+// Finds out whether any number passed to see() was NaN or Inf: 0·x is NaN then, and stays in the sum. Two sums, so that
+// one multiply-add need not wait for the one before.
 template <class T>
 struct FiniteCheck {
   using V = Vec<T>;
-  V sum = V::zero();
+  V even = V::zero(), odd = V::zero();
 
-  void see(V x) { sum = V::fma(x, V::zero(), sum); }
+  void see(V x, V y) {
+    even = V::fma(x, V::zero(), even);
+    odd = V::fma(y, V::zero(), odd);
+  }
   bool all_finite() const {
-    const T total = sum.sum();
+    const T total = (even + odd).sum();
     return total == total;
   }
 };
@@ -80,12 +84,11 @@ inline void store_row(const TensorView& view, char* dst, int64_t n, T factor, co
 
 // Rows `first` … of k (or v) of one head as panels of kPanel rows, transposed: panel p holds rows p·kPanel …, and
 // element (row, d) at [d][row]. Rows past `rows` are zeros; the last panel is one vector wide where that is enough.
-// Panel p starts at dst + p · kPanel · columns. Returns whether all numbers were finite.
+// Panel p starts at dst + p · kPanel · columns.
 template <class T>
-inline bool pack_transposed(const TensorView& view, const char* src, int64_t rows, int64_t columns, T* dst) {
+inline void pack_transposed(const TensorView& view, const char* src, int64_t rows, int64_t columns, T* dst) {
   using V = Vec<T>;
   constexpr int N = V::N;
-  FiniteCheck<T> check;
   with_storage(view.dtype, [&]<class Storage>(Storage*) {
     const auto* base = reinterpret_cast<const Storage*>(src);
     for (int64_t r0 = 0; r0 < rows; r0 += N) {
@@ -100,10 +103,7 @@ inline bool pack_transposed(const TensorView& view, const char* src, int64_t row
           for (; d + N <= columns; d += N) {
             V block[N];
 #pragma GCC unroll 16
-            for (int r = 0; r < N; ++r) {
-              block[r] = r < real_rows ? V::load(from + r * view.stride_l + d) : V::zero();
-              check.see(block[r]);
-            }
+            for (int r = 0; r < N; ++r) block[r] = r < real_rows ? V::load(from + r * view.stride_l + d) : V::zero();
             V::transpose(block);
 #pragma GCC unroll 16
             for (int r = 0; r < N; ++r) block[r].store(to + (d + r) * width);
@@ -115,13 +115,18 @@ inline bool pack_transposed(const TensorView& view, const char* src, int64_t row
         for (int64_t r = 0; r < real_rows; ++r) {
           lanes[r] = convert_from<T>(from[r * view.stride_l + d * view.stride_d]);
         }
-        const V column = V::load(lanes);
-        check.see(column);
-        column.store(to + d * width);
+        V::load(lanes).store(to + d * width);
       }
     }
   });
-  return check.all_finite();
+}
+
+// A vector of T from `count` (at most N) numbers `stride` apart, zeros behind them.
+template <class T, class Storage>
+inline Vec<T> load_some(const Storage* src, int64_t stride, int64_t count) {
+  T lanes[Vec<T>::N] = {};
+  for (int64_t d = 0; d < count; ++d) lanes[d] = convert_from<T>(src[d * stride]);
+  return Vec<T>::load(lanes);
 }
 
 // The same rows as panels of kPanel columns, row by row: panel c holds columns c·kPanel …, element (row, d) at
@@ -133,31 +138,30 @@ inline bool pack_rows(const TensorView& view, const char* src, int64_t rows, int
   using V = Vec<T>;
   constexpr int N = V::N;
   FiniteCheck<T> check;
-  const int64_t padded = round_up_to(columns, N);
   with_storage(view.dtype, [&]<class Storage>(Storage*) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const Storage* from = reinterpret_cast<const Storage*>(src) + r * view.stride_l;
-      for (int64_t c = 0; c < padded; c += N) {
-        const int64_t panel = c / kPanel<T>;
-        const int64_t width = padded - panel * kPanel<T> > N ? kPanel<T> : N;
-        T* to = dst + panel * kPanel<T> * capacity + r * width + c % kPanel<T>;
-        V x;
-        bool loaded = false;
-        if constexpr (kVectorLoads<T, Storage>) {
-          if (view.stride_d == 1 && c + N <= columns) {
-            x = V::load(from + c);
-            loaded = true;
+    for (int64_t column = 0; column < columns; column += kPanel<T>) {
+      const int64_t left = columns - column;
+      const bool two = left > N;  // vectors in this panel
+      const int64_t width = two ? kPanel<T> : N;
+      const Storage* from = reinterpret_cast<const Storage*>(src) + column * view.stride_d;
+      T* to = dst + column * capacity;
+      if constexpr (kVectorLoads<T, Storage>) {
+        if (view.stride_d == 1 && left >= kPanel<T>) {
+          for (int64_t r = 0; r < rows; ++r, from += view.stride_l, to += width) {
+            const V x = V::load(from), y = V::load(from + N);
+            check.see(x, y);
+            x.store(to);
+            y.store(to + N);
           }
+          continue;
         }
-        if (!loaded) {
-          T lanes[N] = {};
-          for (int64_t d = c; d < std::min(c + N, columns); ++d) {
-            lanes[d - c] = convert_from<T>(from[d * view.stride_d]);
-          }
-          x = V::load(lanes);
-        }
-        check.see(x);
+      }
+      for (int64_t r = 0; r < rows; ++r, from += view.stride_l, to += width) {
+        const V x = load_some<T>(from, view.stride_d, std::min<int64_t>(left, N));
+        const V y = two ? load_some<T>(from + N * view.stride_d, view.stride_d, std::min<int64_t>(left - N, N)) : x;
+        check.see(x, y);
         x.store(to);
+        if (two) y.store(to + N);
       }
     }
   });

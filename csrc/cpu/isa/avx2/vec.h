@@ -27,9 +27,7 @@ struct Vec<float> {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
   }
-  static Vec load(const f16* p) {
-    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
-  }
+  static Vec load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
   void store(bf16* p) const {
     const __m256i bits = _mm256_castps_si256(v);
@@ -43,8 +41,7 @@ struct Vec<float> {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), low);
   }
   void store(f16* p) const {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
-                     _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
   Vec operator+(Vec b) const { return {_mm256_add_ps(v, b.v)}; }

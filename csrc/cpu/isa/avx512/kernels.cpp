@@ -3,11 +3,7 @@
 #if defined(__x86_64__)
 
 #if defined(ATTN_EXT_EMULATE_AVX512)
-// For tests on machines without AVX-512: every intrinsic becomes portable C.
-#define SIMDE_ENABLE_NATIVE_ALIASES
-#include <simde/x86/avx512.h>
-#include <simde/x86/f16c.h>
-#include <simde/x86/fma.h>
+#include "cpu/isa/avx512/emulation.h"
 #else
 #include <immintrin.h>
 #endif

@@ -27,9 +27,7 @@ struct Vec<float> {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
   }
-  static Vec load(const f16* p) {
-    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-  }
+  static Vec load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store(bf16* p) const {
     const __m512i bits = _mm512_castps_si512(v);
@@ -136,8 +134,7 @@ struct Vec<double> {
   static Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
   static Vec max(Vec a, Vec b) { return {_mm512_max_pd(a.v, b.v)}; }
   static Vec abs(Vec a) {
-    return {_mm512_castsi512_pd(
-        _mm512_and_si512(_mm512_castpd_si512(a.v), _mm512_set1_epi64(0x7fffffffffffffffLL)))};
+    return {_mm512_castsi512_pd(_mm512_and_si512(_mm512_castpd_si512(a.v), _mm512_set1_epi64(0x7fffffffffffffffLL)))};
   }
   static Vec copysign(Vec magnitude, Vec sign) {
     const __m512i bit = _mm512_set1_epi64(static_cast<int64_t>(0x8000000000000000ULL));

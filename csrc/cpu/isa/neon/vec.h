@@ -11,7 +11,7 @@ struct Vec;
 template <>
 struct Vec<float> {
   static constexpr int N = 4;
-  static constexpr int kTileRows = 8;  // 8 × 2 accumulators + 2 of B + A of 32 registers
+  static constexpr int kTileRows = 8;                            // 8 × 2 accumulators + 2 of B + A of 32 registers
   static constexpr float kExponentShift = 12582912.0f + 127.0f;  // 1.5·2^23 + bias, see exp2_nonpositive
   struct Mask {
     uint32x4_t m;
@@ -41,9 +41,7 @@ struct Vec<float> {
     const uint32x4_t number = vceqq_f32(v, v);
     vst1_u16(reinterpret_cast<uint16_t*>(p), vshrn_n_u32(vbslq_u32(number, rounded, quiet), 16));
   }
-  void store(f16* p) const {
-    vst1_u16(reinterpret_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(v)));
-  }
+  void store(f16* p) const { vst1_u16(reinterpret_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(v))); }
 
   Vec operator+(Vec b) const { return {vaddq_f32(v, b.v)}; }
   Vec operator-(Vec b) const { return {vsubq_f32(v, b.v)}; }
@@ -52,12 +50,8 @@ struct Vec<float> {
   static Vec fma(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
   static Vec max(Vec a, Vec b) { return select(less(b, a), a, b); }  // vmaxq would return NaN where a is NaN
   static Vec abs(Vec a) { return {vabsq_f32(a.v)}; }
-  static Vec copysign(Vec magnitude, Vec sign) {
-    return {vbslq_f32(vdupq_n_u32(0x80000000u), sign.v, magnitude.v)};
-  }
-  static Vec shift_into_exponent(Vec a) {
-    return {vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(a.v), 23))};
-  }
+  static Vec copysign(Vec magnitude, Vec sign) { return {vbslq_f32(vdupq_n_u32(0x80000000u), sign.v, magnitude.v)}; }
+  static Vec shift_into_exponent(Vec a) { return {vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(a.v), 23))}; }
 
   static Mask less(Vec a, Vec b) { return {vcltq_f32(a.v, b.v)}; }
   static Mask equal(Vec a, Vec b) { return {vceqq_f32(a.v, b.v)}; }
@@ -122,9 +116,7 @@ struct Vec<double> {
   static Vec copysign(Vec magnitude, Vec sign) {
     return {vbslq_f64(vdupq_n_u64(0x8000000000000000ULL), sign.v, magnitude.v)};
   }
-  static Vec shift_into_exponent(Vec a) {
-    return {vreinterpretq_f64_u64(vshlq_n_u64(vreinterpretq_u64_f64(a.v), 52))};
-  }
+  static Vec shift_into_exponent(Vec a) { return {vreinterpretq_f64_u64(vshlq_n_u64(vreinterpretq_u64_f64(a.v), 52))}; }
 
   static Mask less(Vec a, Vec b) { return {vcltq_f64(a.v, b.v)}; }
   static Mask equal(Vec a, Vec b) { return {vceqq_f64(a.v, b.v)}; }

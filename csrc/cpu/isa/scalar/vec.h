@@ -35,16 +35,14 @@ struct Vec {
     return r;
   }
   template <class Storage>
-    requires(sizeof(Storage) == 2)
-  static Vec load(const Storage* p) {
+  requires(sizeof(Storage) == 2) static Vec load(const Storage* p) {
     Vec r;
     for (int i = 0; i < N; ++i) r.v[i] = to_float(p[i]);
     return r;
   }
   void store(T* p) const { std::memcpy(p, &v, sizeof v); }
   template <class Storage>
-    requires(sizeof(Storage) == 2)
-  void store(Storage* p) const {
+  requires(sizeof(Storage) == 2) void store(Storage* p) const {
     for (int i = 0; i < N; ++i) p[i] = convert_to<Storage>(v[i]);
   }
 
@@ -58,9 +56,7 @@ struct Vec {
   static Vec from_bits(BitLanes b) { return {(Lanes)b}; }
   static constexpr Bits kSign = Bits(1) << (8 * sizeof(T) - 1);
   static Vec abs(Vec a) { return from_bits(bits(a) & ~kSign); }
-  static Vec copysign(Vec magnitude, Vec sign) {
-    return from_bits((bits(magnitude) & ~kSign) | (bits(sign) & kSign));
-  }
+  static Vec copysign(Vec magnitude, Vec sign) { return from_bits((bits(magnitude) & ~kSign) | (bits(sign) & kSign)); }
   static Vec shift_into_exponent(Vec a) { return from_bits(bits(a) << kFractionBits); }
 
   static Mask less(Vec a, Vec b) { return {(BitLanes)(a.v < b.v)}; }

@@ -1,0 +1,1 @@
+"""Benchmarks of attn_ext: one script a question, named after it; `python -m bench --help` lists them."""

@@ -1,0 +1,115 @@
+"""The speed table of the README, from a result file: printed, or put in place between its two markers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bench.attention import microseconds, percent, rate
+from bench.common import BenchError, machine_line, read_json
+from bench.peers import ENGINES
+
+BEGIN = "<!-- speed-table:begin -->"
+END = "<!-- speed-table:end -->"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m bench table`."""
+    parser.add_argument("file", metavar="FILE.json")
+    parser.add_argument("--markdown", action="store_true", help="the only form so far, and the default")
+    parser.add_argument(
+        "--rows",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only rows whose id holds TEXT; repeatable",
+    )
+    parser.add_argument("--write", metavar="README.md", help=f"replace what stands between {BEGIN} and {END}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints or writes the table."""
+    result = read_json(options.file)
+    if options.rows:
+        texts = [text.lower() for text in options.rows]
+        kept = [row for row in result["rows"] if any(text in row["id"].lower() for text in texts)]
+        if not kept:
+            raise BenchError(f"{options.file} has no row that holds {' or '.join(options.rows)}")
+        result = {**result, "rows": kept}
+    text = markdown(result)
+    if options.write is None:
+        print(text)
+        return 0
+    path = Path(options.write)
+    try:
+        page = path.read_text(encoding="utf-8")
+        path.write_text(replace_between_markers(page, text, options.write), encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"cannot rewrite {path}: {error.strerror}") from error
+    print(f"{path}: speed table of {len(result['rows'])} rows written")
+    return 0
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A Markdown table, with the machine below it."""
+    engines = [
+        name for name in ENGINES if any("gflops" in row["rivals"].get(name, {}) for row in result["rows"])
+    ]
+    headings = [
+        "B,H,L,D",
+        "dtype",
+        "pass",
+        "attn_ext µs",
+        "GFLOP/s",
+        "of ceiling",
+        "torch µs",
+        *engines,
+        "× torch",
+    ]
+    lines = ["| " + " | ".join(headings) + " |"]
+    lines.append("|" + "|".join(["---"] * 3 + ["---:"] * (len(headings) - 3)) + "|")
+    for row in result["rows"]:
+        start = [row["case"], row["dtype"], row["pass"]]
+        if not row["check"]["ok"]:
+            cells = [*start, "**wrong**", *[""] * (len(headings) - 4)]
+        else:
+            ours, theirs = row["rivals"]["attn_ext"], row["rivals"]["torch"]
+            others = [row["rivals"].get(name, {}) for name in engines]
+            cells = [
+                *start,
+                microseconds(ours),
+                rate(ours["gflops"]),
+                percent(ours["share"]),
+                microseconds(theirs),
+                *(microseconds(other) if "median_us" in other else "–" for other in others),
+                f"**{row['ratio']:.2f}**" if row["ratio"] >= 1 else f"{row['ratio']:.2f}",
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"{machine_line(result['machine'])}. {ceilings_sentence(result)}Times: median ± half of p20 to p80.",
+    ]
+    return "\n".join(lines)
+
+
+def ceilings_sentence(result: dict[str, Any]) -> str:
+    """The ceilings that the shares are taken of."""
+    mean = result["ceilings"]["mean"]
+    if not mean:
+        return ""
+    bf16 = "no bf16 dot product" if mean["dot_bf16"] is None else f"{mean['dot_bf16']:.0f} bf16"
+    return f"Ceilings in GFLOP/s: {mean['fma_fp32']:.0f} fp32, {mean['fma_fp64']:.0f} fp64, {bf16}. "
+
+
+def replace_between_markers(page: str, text: str, name: str) -> str:
+    """The page with `text` between the markers, in place of what stood there.
+
+    Raises:
+        BenchError: a marker is missing, stands there twice, or the two are the wrong way round.
+    """
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise BenchError(f"{name} must hold {BEGIN} and, after it, {END}, once each")
+    head, _, rest = page.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    return f"{head}{BEGIN}\n{text}\n{END}{tail}"

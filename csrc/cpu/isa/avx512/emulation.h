@@ -1,0 +1,94 @@
+// AVX-512 for machines without it, so that the avx512 kernels can be tested everywhere: SIMDe's portable functions under
+// the names of the intrinsics, and, lane by lane, those that vec.h uses and SIMDe 0.7.4 does not have.
+#pragma once
+
+#if defined(__GNUC__)
+#pragma GCC diagnostic ignored "-Wpsabi"  // 512-bit arguments of functions that are not compiled for AVX-512
+#endif
+
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+#include <simde/x86/f16c.h>
+#include <simde/x86/fma.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace attn_ext::cpu::avx512::emulation {
+
+// Every lane of a vector as another integer type; `a` may have more lanes than the result.
+template <class Result, class To, class From, class Vector>
+inline Result convert(Vector a) {
+  constexpr int lanes = sizeof(Result) / sizeof(To);
+  From from[lanes];
+  To to[lanes];
+  std::memcpy(from, &a, sizeof from);
+  for (int i = 0; i < lanes; ++i) to[i] = static_cast<To>(from[i]);
+  Result result;
+  std::memcpy(&result, to, sizeof result);
+  return result;
+}
+
+// Two of a's four 128-bit quarters, then two of b's.
+template <class Vector>
+inline Vector shuffle_quarters(Vector a, Vector b, int choice) {
+  char to[64];
+  for (int i = 0; i < 4; ++i) {
+    const char* from = reinterpret_cast<const char*>(i < 2 ? &a : &b);
+    std::memcpy(to + 16 * i, from + 16 * ((choice >> (2 * i)) & 3), 16);
+  }
+  Vector result;
+  std::memcpy(&result, to, sizeof result);
+  return result;
+}
+
+// Lane 0.
+template <class T, class Vector>
+inline T first(Vector a) {
+  T x;
+  std::memcpy(&x, &a, sizeof x);
+  return x;
+}
+
+inline __m512 from_half(__m256i a) {
+  const __m256 halves[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(a)),
+                            _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))};
+  __m512 result;
+  std::memcpy(&result, halves, sizeof result);
+  return result;
+}
+
+inline __m256i to_half(__m512 a) {
+  __m256 halves[2];
+  std::memcpy(halves, &a, sizeof a);
+  const __m128i low = _mm256_cvtps_ph(halves[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m128i high = _mm256_cvtps_ph(halves[1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
+}  // namespace attn_ext::cpu::avx512::emulation
+
+#undef _mm512_cvtepu16_epi32
+#undef _mm512_cvtepu8_epi32
+#undef _mm512_cvtepu8_epi64
+#undef _mm512_cvtepi32_epi16
+#undef _mm512_cmpneq_epi32_mask
+#undef _mm512_cmpneq_epi64_mask
+#undef _mm512_cvtph_ps
+#undef _mm512_cvtps_ph
+#undef _mm512_cvtss_f32
+#undef _mm512_cvtsd_f64
+#undef _mm512_shuffle_f32x4
+#undef _mm512_shuffle_f64x2
+#define _mm512_cvtepu16_epi32(a) (emulation::convert<__m512i, int32_t, uint16_t>(a))
+#define _mm512_cvtepu8_epi32(a) (emulation::convert<__m512i, int32_t, uint8_t>(a))
+#define _mm512_cvtepu8_epi64(a) (emulation::convert<__m512i, int64_t, uint8_t>(a))
+#define _mm512_cvtepi32_epi16(a) (emulation::convert<__m256i, uint16_t, uint32_t>(a))
+#define _mm512_cmpneq_epi32_mask(a, b) static_cast<__mmask16>(~_mm512_cmpeq_epi32_mask(a, b))
+#define _mm512_cmpneq_epi64_mask(a, b) static_cast<__mmask8>(~_mm512_cmpeq_epi64_mask(a, b))
+#define _mm512_cvtph_ps(a) (emulation::from_half(a))
+#define _mm512_cvtps_ph(a, to_nearest) (emulation::to_half(a))
+#define _mm512_cvtss_f32(a) (emulation::first<float>(a))
+#define _mm512_cvtsd_f64(a) (emulation::first<double>(a))
+#define _mm512_shuffle_f32x4(a, b, choice) (emulation::shuffle_quarters(a, b, choice))
+#define _mm512_shuffle_f64x2(a, b, choice) (emulation::shuffle_quarters(a, b, choice))
