@@ -16,6 +16,7 @@
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3

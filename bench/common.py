@@ -247,6 +247,7 @@ class Runner:
     call: Callable[[], Any]
     grad: bool = False  # call it with autograd recording
     how: str = ""  # which road the rival takes, for the report
+    held: Any = None  # what `call` reads without owning it
 
 
 MIN_SAMPLE_SECONDS = 200e-6  # far above the clock's own cost

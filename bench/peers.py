@@ -213,10 +213,8 @@ def _onnxruntime(case: Case, inputs: Inputs, threads: int) -> EngineRunner:
         flat = torch.from_numpy(binding.get_outputs()[0].numpy())
         return flat.view(case.B, case.Lq, case.Hq, case.Dv).transpose(1, 2)
 
-    runner = Runner(
-        "onnxruntime", functools.partial(session.run_with_iobinding, binding), how="MultiHeadAttention"
-    )
-    return EngineRunner(runner, output)
+    call = functools.partial(session.run_with_iobinding, binding)
+    return EngineRunner(Runner("onnxruntime", call, how="MultiHeadAttention", held=held), output)
 
 
 def _openvino(case: Case, inputs: Inputs, threads: int) -> EngineRunner:
@@ -249,12 +247,13 @@ def _openvino(case: Case, inputs: Inputs, threads: int) -> EngineRunner:
     except RuntimeError as error:
         raise CannotRun(f"refused: {_first_line(error)}") from error
     request = compiled.create_infer_request()
-    for index, t in enumerate(tensors):
+    arrays = [(t.view(torch.int16) if t.dtype == torch.bfloat16 else t).numpy() for t in tensors]
+    for index, (t, array) in enumerate(zip(tensors, arrays, strict=True)):
         if t.dtype == torch.bfloat16:
-            held = ov.Tensor(t.view(torch.int16).numpy(), list(t.shape), ov.Type.bf16)
+            shared = ov.Tensor(array, list(t.shape), ov.Type.bf16)
         else:
-            held = ov.Tensor(t.numpy(), shared_memory=True)
-        request.set_input_tensor(index, held)
+            shared = ov.Tensor(array, shared_memory=True)
+        request.set_input_tensor(index, shared)
 
     def output() -> Tensor:
         tensor = request.get_output_tensor(0)
@@ -264,7 +263,8 @@ def _openvino(case: Case, inputs: Inputs, threads: int) -> EngineRunner:
             )
         return torch.from_numpy(tensor.data.copy())
 
-    return EngineRunner(Runner("openvino", request.infer, how="ScaledDotProductAttention"), output)
+    runner = Runner("openvino", request.infer, how="ScaledDotProductAttention", held=(tensors, arrays))
+    return EngineRunner(runner, output)
 
 
 ENGINES: dict[str, Callable[[Case, Inputs, int], EngineRunner]] = {

@@ -499,7 +499,9 @@ def raw_weights(
     q: Tensor, k: Tensor, row_positions: Tensor | None = None, num_queries: int | None = None, **options: Any
 ) -> Tensor:
     """`torch.ops.attn_ext.attention_weights` for the rows in q, which stand at row_positions of num_queries."""
-    num_queries = q.shape[-2] if num_queries is None else num_queries
+    if num_queries is None:
+        num_queries = q.shape[-2] if q.dim() > 1 else 1
+    call = {**MASKING, "row_max": None, "row_sum": None, **options}
     return torch.ops.attn_ext.attention_weights(
-        q, k, **{**MASKING, **options}, row_positions=row_positions, num_queries=num_queries
+        q, k, **call, row_positions=row_positions, num_queries=num_queries
     )

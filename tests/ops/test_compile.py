@@ -31,6 +31,7 @@ def forget_compiled_code() -> Any:
 # ---------------------------------------------------------------------------------------------- opcheck
 
 
+WEIGHTS: dict[str, Any] = {**MASKING, "row_max": None, "row_sum": None, "num_queries": 5}
 OP_CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal and window": {"causal": 2, "window_left": 3, "window_right": 1},
@@ -84,9 +85,9 @@ def test_opcheck_passes_for_the_inference_and_weights_ops(grad: bool) -> None:
     q, k, v = ODD.qkv(torch.float32, "tokens_first")
     if not grad:  # the lean op is for calls that nobody differentiates
         torch.library.opcheck(torch.ops.attn_ext.attention_inference.default, (q, k, v, 1, 0.3))
-        kwargs = {**MASKING, "bias": make((4, 5, 7)), "row_positions": None, "num_queries": 5}
+        kwargs = {**WEIGHTS, "bias": make((4, 5, 7)), "row_positions": None}
         torch.library.opcheck(torch.ops.attn_ext.attention_weights.default, (q, k), kwargs)
-        rows = {**MASKING, "causal": 2, "row_positions": torch.tensor([4, 0, 2, 1, 3]), "num_queries": 5}
+        rows = {**WEIGHTS, "causal": 2, "row_positions": torch.tensor([4, 0, 2, 1, 3])}
         torch.library.opcheck(torch.ops.attn_ext.attention_weights.default, (q, k), rows)
     else:
         args = (q.requires_grad_(True), k.requires_grad_(True), v.requires_grad_(True))

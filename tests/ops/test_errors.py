@@ -147,7 +147,7 @@ def test_masks_that_do_not_broadcast_are_refused_naming_both_shapes(
     part = torch.ones(shape, dtype=torch.bool if kind == "bool mask" else torch.float32)
     name = kind.split()[-1]
     # The shape that came, and the sizes it had to broadcast to.
-    words = (str(shape[-1]), str(shape[0]), "2", "4", "5", "7", name)
+    words = (str(shape[-1]), str(shape[0]), "2", "4", "5", "7", "mask" if kind == "bool mask" else "bias")
     refused(ValueError, words, attn_ext.attention, q, k, v, **{name: part})
     refused(ValueError, words, attn_ext.attention_weights, q, k, **{name: part})
     raw = {"mask": part} if kind == "bool mask" else {"bias": part}
@@ -522,7 +522,7 @@ def test_fuzzed_weights_calls_return_the_right_shapes_or_raise(data: st.DataObje
     good = valid_call()
     for name in ("v", "cu_seqlens_q", "cu_seqlens_k", "dropout_seed", "dropout_p"):
         del good[name]
-    good |= {"row_positions": torch.tensor([0, 1, 2, 3, 4]), "num_queries": 5}
+    good |= {"row_max": None, "row_sum": None, "row_positions": torch.tensor([0, 1, 2, 3, 4]), "num_queries": 5}
     call = data.draw(spoiled(good))
     try:
         weights = torch.ops.attn_ext.attention_weights(**call)

@@ -76,25 +76,17 @@ class BackwardWorker {
   // Steps 1 to 3 for one tile; false where no row sees a key of it by position.
   bool compute_tile(const Place& at) {
     const int64_t h = at.hkv * group_ + at.g;
-    rows_ = std::min(kRows, sequence_.Lq - at.row);
-    bool any = false, all = true;
-    for (int64_t r = 0; r < rows_; ++r) {
-      row_[r] = {at.b, h, at.row + r, visible_keys(p_, sequence_, at.row + r)};
-      const KeyRange keys = row_[r].keys;
-      any |= keys.lo < at.key + keys_ && keys.hi > at.key;
-      all &= keys.lo <= at.key && keys.hi >= at.key + keys_;
-    }
-    if (!any || padding_mask_hides_all(p_, at.b, at.key, keys_)) return false;
-    some_hidden_ = !all || p_.mask || p_.bias[0] || p_.bias[1];
+    if (padding_mask_hides_all(p_, at.b, at.key, keys_) || !trim(at)) return false;
     load_rows(at.b, h);
 
-    multiply_panels<T, Start::zero, Along::k>(rows_, round_up_to(keys_, N), p_.D, q_rows_, d_, k_panels_,
-                                              {kPanel<T> * p_.D, 0}, p_tile_, kTileStride);
-    multiply_panels<T, Start::zero, Along::k>(rows_, round_up_to(keys_, N), p_.Dv, go_rows_, dv_, v_panels_,
-                                              {kPanel<T> * p_.Dv, 0}, ds_tile_, kTileStride);
+    const int64_t columns = round_up_to(to_, N) - from_;
+    multiply_panels<T, Start::zero, Along::k>(rows_, columns, p_.D, q_rows_, d_, k_panels_ + from_ * p_.D,
+                                              {kPanel<T> * p_.D, 0}, p_tile_ + from_, kTileStride);
+    multiply_panels<T, Start::zero, Along::k>(rows_, columns, p_.Dv, go_rows_, dv_, v_panels_ + from_ * p_.Dv,
+                                              {kPanel<T> * p_.Dv, 0}, ds_tile_ + from_, kTileStride);
 
-    const Stretch s{at.key, at.key, at.key + round_up_to(keys_, N), at.key + keys_};
-    const bool plain = all && !units_.scaled && !p_.mask;
+    const Stretch s{at.key, at.key + from_, at.key + from_ + columns, at.key + keys_};
+    const bool plain = all_visible_ && !units_.scaled && !p_.mask;
     const auto* max = row_address<const T>(p_.row_max, at.b, h) + sequence_.q_row;
     const auto* sum = row_address<const T>(p_.row_sum, at.b, h) + sequence_.q_row;
     const T* delta = delta_of(at.b, h);
@@ -114,20 +106,21 @@ class BackwardWorker {
     if (p_.softcap != 0.0) apply_cap_derivative();
     if (exclude_hidden()) return add_key_gradients_visible();
     if (p_.dv) {
-      multiply_panels<T, Start::from_c, Along::rows>(keys_, dv_, rows_, p_tile_, kTileStride, go_rows_,
-                                                     {kPanel<T>, dv_}, dv_rows_, dv_);
+      multiply_panels<T, Start::from_c, Along::rows>(to_ - from_, dv_, rows_, p_tile_ + from_, kTileStride, go_rows_,
+                                                     {kPanel<T>, dv_}, dv_rows_ + from_ * dv_, dv_);
     }
     if (p_.dk) {
-      multiply_panels<T, Start::from_c, Along::rows>(keys_, d_, rows_, ds_tile_, kTileStride, q_rows_, {kPanel<T>, d_},
-                                                     dk_rows_, d_);
+      multiply_panels<T, Start::from_c, Along::rows>(to_ - from_, d_, rows_, ds_tile_ + from_, kTileStride, q_rows_,
+                                                     {kPanel<T>, d_}, dk_rows_ + from_ * d_, d_);
     }
   }
 
   // Step 4 for dq.
   void add_query_gradients(QueryGradients dq) {
+    dq.rows += first_row_ * dq.stride;
     if (exclude_hidden()) return add_query_gradients_visible(dq);
-    multiply_panels<T, Start::from_c, Along::k>(rows_, d_, keys_, ds_tile_, kTileStride, k_rows_,
-                                                {kPanel<T> * kKeys, 0}, dq.rows, dq.stride);
+    multiply_panels<T, Start::from_c, Along::k>(rows_, d_, to_ - from_, ds_tile_ + from_, kTileStride, k_rows_,
+                                                {kPanel<T> * kKeys, 0, from_}, dq.rows, dq.stride);
   }
 
   void store_key_gradients(const Place& at) {
@@ -163,14 +156,19 @@ class BackwardWorker {
   void store_bias_gradients(const Place& at, int n) {
     const TensorView& out = p_.dbias[n];
     for (int64_t r = 0; r < rows_; ++r) {
-      store_row<T>(out, address(out, p_.batch_inner, at.b, row_[r].h, row_[r].i, at.key), keys_, T(1),
-                   ds_tile_ + r * kTileStride);
+      store_row<T>(out, address(out, p_.batch_inner, at.b, row_[r].h, row_[r].i, at.key + from_), to_ - from_, T(1),
+                   ds_tile_ + r * kTileStride + from_);
     }
   }
 
-  int64_t rows() const { return rows_; }
-  int64_t keys() const { return keys_; }
-  const T* score_gradients(int64_t r) const { return ds_tile_ + r * kTileStride; }
+  // Adds the tile's bias gradient to sums[row of the block · row_stride + key of the block · key_stride].
+  void add_bias_gradients(T* sums, int64_t row_stride, int64_t key_stride) const {
+    for (int64_t r = 0; r < rows_; ++r) {
+      const T* ds = ds_tile_ + r * kTileStride;
+      T* to = sums + (first_row_ + r) * row_stride;
+      for (int64_t j = from_; j < to_; ++j) to[j * key_stride] += ds[j];
+    }
+  }
 
  private:
   size_t layout(char* base) {
@@ -195,6 +193,38 @@ class BackwardWorker {
 
   const T* delta_of(int64_t b, int64_t h) const {
     return delta_ + b * p_.row_max.stride_b + h * p_.row_max.stride_h + sequence_.q_row;
+  }
+
+  // Cuts the tile down to the rows and panels of keys in which something is visible by position. False: nothing is.
+  bool trim(const Place& at) {
+    const int64_t h = at.hkv * group_ + at.g, end = std::min(at.row + kRows, sequence_.Lq);
+    int64_t lo = keys_, hi = 0, lo_max = 0, hi_min = keys_;
+    rows_ = 0;
+    int64_t seen = 0;  // rows up to the last one that sees a key
+    for (int64_t i = at.row; i < end; ++i) {
+      const KeyRange keys = visible_keys(p_, sequence_, i);
+      const int64_t from = std::clamp<int64_t>(keys.lo - at.key, 0, keys_);
+      const int64_t to = std::clamp<int64_t>(keys.hi - at.key, 0, keys_);
+      if (from >= to && rows_ == 0) continue;
+      if (rows_ == 0) first_row_ = i - at.row;
+      row_[rows_++] = {at.b, h, i, keys};
+      if (from >= to) {
+        hi_min = 0;  // a row in between that sees nothing
+        continue;
+      }
+      seen = rows_;
+      lo = std::min(lo, from);
+      hi = std::max(hi, to);
+      lo_max = std::max(lo_max, from);
+      hi_min = std::min(hi_min, to);
+    }
+    rows_ = seen;
+    if (rows_ == 0) return false;
+    from_ = lo / kPanel<T> * kPanel<T>;
+    to_ = std::min(round_up_to(hi, kPanel<T>), keys_);
+    all_visible_ = lo_max <= from_ && hi_min >= to_;
+    some_hidden_ = !all_visible_ || p_.mask || p_.bias[0] || p_.bias[1];
+    return true;
   }
 
   void load_rows(int64_t b, int64_t h) {
@@ -222,16 +252,17 @@ class BackwardWorker {
   void weights_and_scores(int64_t r, const Stretch& s, T max, T sum, T delta) {
     T* p = p_tile_ + r * kTileStride;
     T* ds = ds_tile_ + r * kTileStride;
-    const int64_t count = s.to - s.start;
+    const int64_t count = s.to - s.start;  // from from_ on
     const V m = V::broadcast(max == -kInfinity<T> ? T(0) : max), c = V::broadcast(units_.c);
     const V inverse = V::broadcast(sum == T(0) ? T(0) : T(1) / sum), minus = V::broadcast(delta);
     if (p_.dropout) {
-      dropout_keep(p_.dropout_seed, p_.dropout_threshold, row_[r].b, row_[r].h, row_[r].i, s.start, count, keep_);
+      dropout_keep(p_.dropout_seed, p_.dropout_threshold, row_[r].b, row_[r].h, row_[r].i, s.from, s.to - s.from,
+                   keep_ + from_);
     }
     const V drop_scale = V::broadcast(static_cast<T>(p_.dropout_scale)), none = V::zero();
     const V minus_infinity = V::broadcast(-kInfinity<T>);
     uint8_t* hidden = exclude_hidden() ? hidden_ + r * kTileStride : nullptr;
-    int64_t j = 0;
+    int64_t j = from_;
     const auto step = [&]<int U>(std::integral_constant<int, U>) {
       V x[U], weight[U];
 #pragma GCC unroll 4
@@ -271,7 +302,7 @@ class BackwardWorker {
 
   void apply_cap_derivative() {
     for (int64_t r = 0; r < rows_; ++r) {
-      for (int64_t j = 0; j < round_up_to(keys_, N); j += N) {
+      for (int64_t j = from_; j < round_up_to(to_, N); j += N) {
         T* at = ds_tile_ + r * kTileStride + j;
         const V capped = V::load(at) * V::load(cap_tile_ + r * kTileStride + j);
         if (some_hidden_) {  // a hidden key's derivative may be NaN
@@ -289,7 +320,7 @@ class BackwardWorker {
   // Step 4 as the same chains of multiply-adds, minus the hidden pairs.
   void add_key_gradients_visible() {
     for (int64_t r = 0; r < rows_; ++r) {
-      for (int64_t j = 0; j < keys_; ++j) {
+      for (int64_t j = from_; j < to_; ++j) {
         if (hidden_[r * kTileStride + j]) continue;
         if (p_.dv) add_row(dv_, p_tile_[r * kTileStride + j], go_rows_ + r * dv_, dv_rows_ + j * dv_);
         if (p_.dk) add_row(d_, ds_tile_[r * kTileStride + j], q_rows_ + r * d_, dk_rows_ + j * d_);
@@ -299,7 +330,7 @@ class BackwardWorker {
 
   void add_query_gradients_visible(QueryGradients dq) {
     for (int64_t r = 0; r < rows_; ++r) {
-      for (int64_t j = 0; j < keys_; ++j) {
+      for (int64_t j = from_; j < to_; ++j) {
         if (hidden_[r * kTileStride + j]) continue;
         const V ds = V::broadcast(ds_tile_[r * kTileStride + j]);
         for (int64_t column = 0; column < d_; column += N) {
@@ -336,8 +367,10 @@ class BackwardWorker {
   Scratch scratch_;
 
   Sequence sequence_;
-  int64_t rows_ = 0, keys_ = 0;
-  bool some_hidden_ = false, rows_finite_ = true, keys_finite_ = true;
+  int64_t keys_ = 0;  // of the packed block
+  // What the tile was trimmed to: rows first_row_ … of the row block (row_[0 … rows_)), keys [from_, to_) of the key block.
+  int64_t first_row_ = 0, rows_ = 0, from_ = 0, to_ = 0;
+  bool all_visible_ = true, some_hidden_ = false, rows_finite_ = true, keys_finite_ = true;
 };
 
 // delta of every row, laid out as row_max is.
@@ -424,12 +457,8 @@ void compute_bias_gradients(const BackwardParams& p, const Parallel& parallel, c
             worker.begin_keys(at);
             for (int64_t rb = own_row; rb < (by_i ? own_row + 1 : row_blocks); ++rb) {
               at.row = rb * kRows;
-              if (!worker.compute_tile(at)) continue;
-              for (int64_t r = 0; r < worker.rows(); ++r) {
-                const T* ds = worker.score_gradients(r);
-                T* to = sums.data() + (by_i ? r * (by_j ? kKeys : 1) : 0);
-                for (int64_t j = 0; j < worker.keys(); ++j) to[by_j ? j : 0] += ds[j];
-              }
+              if (worker.compute_tile(at))
+                worker.add_bias_gradients(sums.data(), by_i ? (by_j ? kKeys : 1) : 0, by_j ? 1 : 0);
             }
           }
         }

@@ -73,8 +73,9 @@ inline void multiply(int64_t rows, int vecs, int64_t K, const T* a, int64_t lda,
 
 // Where B lies: packed panels (row length = the panel's width) or plain rows, of which panels are column ranges.
 struct PanelLayout {
-  int64_t panel_stride;  // from the first element of one panel to that of the next
-  int64_t row_stride;    // 0: the width of the panel
+  int64_t panel_stride;   // from the first element of one panel to that of the next
+  int64_t row_stride;     // 0: the width of the panel
+  int64_t first_row = 0;  // the product's k = 0 is this row of B
 };
 
 // All rows times all panels of B. Panel p holds columns p·kPanel …; the last one is one vector wide where `columns` (a
@@ -87,7 +88,8 @@ inline void multiply_panels(int64_t rows, int64_t columns, int64_t K, const T* a
     const int64_t ldb = layout.row_stride ? layout.row_stride : vecs * Vec<T>::N;
     for (int64_t r = 0; r < rows; r += kTileRows<T>) {
       multiply<T, start, along>(std::min<int64_t>(kTileRows<T>, rows - r), vecs, K,
-                                a + r * (along == Along::k ? lda : 1), lda, b, ldb, c + r * ldc + column, ldc);
+                                a + r * (along == Along::k ? lda : 1), lda, b + layout.first_row * ldb, ldb,
+                                c + r * ldc + column, ldc);
     }
   }
 }

@@ -15,14 +15,22 @@ inline constexpr T kInfinity = std::numeric_limits<T>::infinity();
 template <class T>
 inline constexpr std::array<T, 0> kExp2Polynomial{};
 template <>
-inline constexpr std::array<float, 7> kExp2Polynomial<float>{0x1.41d334p-13f, 0x1.5f456ap-10f, 0x1.3b2dbcp-7f,
-                                                             0x1.c6aed4p-5f,  0x1.ebfbdap-3f,  0x1.62e430p-1f,
-                                                             1.0f};
+inline constexpr std::array<float, 7> kExp2Polynomial<float>{
+    0x1.41d334p-13f, 0x1.5f456ap-10f, 0x1.3b2dbcp-7f, 0x1.c6aed4p-5f, 0x1.ebfbdap-3f, 0x1.62e430p-1f, 1.0f};
 template <>
-inline constexpr std::array<double, 13> kExp2Polynomial<double>{
-    0x1.c2c59cf711b99p-36, 0x1.ea02eb6398a22p-32, 0x1.e4d07730aeec4p-28, 0x1.b524dc251ccf9p-24, 0x1.62c021ddbcb0ap-20,
-    0x1.ffcbfc757d12ep-17, 0x1.430912f885bd2p-13, 0x1.5d87fe78a242ep-10, 0x1.3b2ab6fba4e16p-7,  0x1.c6b08d704a0d0p-5,
-    0x1.ebfbdff82c58fp-3,  0x1.62e42fefa39efp-1,  1.0};
+inline constexpr std::array<double, 13> kExp2Polynomial<double>{0x1.c2c59cf711b99p-36,
+                                                                0x1.ea02eb6398a22p-32,
+                                                                0x1.e4d07730aeec4p-28,
+                                                                0x1.b524dc251ccf9p-24,
+                                                                0x1.62c021ddbcb0ap-20,
+                                                                0x1.ffcbfc757d12ep-17,
+                                                                0x1.430912f885bd2p-13,
+                                                                0x1.5d87fe78a242ep-10,
+                                                                0x1.3b2ab6fba4e16p-7,
+                                                                0x1.c6b08d704a0d0p-5,
+                                                                0x1.ebfbdff82c58fp-3,
+                                                                0x1.62e42fefa39efp-1,
+                                                                1.0};
 
 // Replaces each y ≤ 0 by 2^y; exactly 1 at 0, exactly 0 below the smallest normal number, NaN for NaN.
 //
