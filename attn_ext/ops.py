@@ -125,7 +125,7 @@ def attention(
     q, k, v = _common_dtype("attention", q, k, v)
     corner = 0 if causal is False else _corner("attention", causal, q, k)
     if plain and not _differentiating(q, k, v):
-        if not q.is_cpu:
+        if not (q.is_cpu and k.is_cpu and v.is_cpu):
             _check_device("attention", q, k, v)
         return _inference(q, k, v, corner, scale)
 
@@ -155,6 +155,7 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
@@ -168,7 +169,8 @@ def scaled_dot_product_attention(
         dropout_p: applied whenever it is not 0, as torch does.
         is_causal: query i sees keys up to i: the top-left corner. With a mask, both must allow the key.
         scale: default 1/√D.
-        enable_gqa: Hq may be a multiple of Hkv. Without it heads are broadcast like the other leading dims.
+        enable_gqa: Hq may be a multiple of Hkv, and key and value may differ in their heads. Without it heads are
+            broadcast like the other leading dims.
 
     Returns:
         (…, Hq, Lq, Dv).
@@ -177,7 +179,14 @@ def scaled_dot_product_attention(
         TypeError, ValueError: as `attention`.
     """
     op = "scaled_dot_product_attention"
+    if attn_mask is None and not dropout_p and isinstance(query, Tensor) and query.dim() == 4:
+        batch_and_heads = query.shape[:2]
+        if (
+            key.shape[:-2] == batch_and_heads and value.shape[:-2] == batch_and_heads
+        ):  # the common call, unadorned
+            return attention(query, key, value, causal="top_left" if is_causal else False, scale=scale)
     for name, t in (("query", query), ("key", key), ("value", value)):
+        _expect_tensor(op, name, t)
         if t.dim() < 2:
             raise ValueError(f"attn_ext.{op}: {name} must be (…, L, D), not {tuple(t.shape)}")
     rank = max(query.dim(), key.dim(), value.dim())
@@ -186,6 +195,8 @@ def scaled_dot_product_attention(
         query, key, value = _broadcast_leading(op, query, key, value, 3 if enable_gqa else 2)
     if rank == 2:
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+    if enable_gqa and key.shape[-3] != value.shape[-3]:
+        key, value = _share_heads(op, query, key, value)
     batch = query.shape[:-3]
     if rank > 5:
         if attn_mask is not None and attn_mask.dim() > 3:
@@ -297,6 +308,11 @@ def attention_weights(
     """
     op = "attention_weights"
     q, k, _ = _common_dtype(op, q, k, k)
+    if not (3 <= q.dim() == k.dim() <= 5):
+        raise ValueError(
+            f"attn_ext.{op}: q and k must be (H, L, D), (B, H, L, D) or (B1, B2, H, L, D), "
+            f"not {tuple(q.shape)} and {tuple(k.shape)}"
+        )
     corner = _corner(op, causal, q, k)
     bool_mask, bias, bias2 = _mask_and_biases(op, mask, bias)
     Hq, Lq = q.shape[-3], q.shape[-2]
@@ -336,11 +352,21 @@ def attention_weights(
 # --- reading the arguments ---------------------------------------------------------------------------------------
 
 
+def _expect_tensor(op: str, name: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"attn_ext.{op}: {name} must be a tensor, not {type(t).__name__}")
+
+
 def _common_dtype(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Casts as autocast says; raises TypeError where q, k, v do not share one supported dtype."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            _expect_tensor(op, name, t)
     if _any_autocast() and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+        q, k, v = (
+            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v)
+        )
     dtype = q.dtype
     if not (dtype is k.dtype and dtype is v.dtype and dtype in _DTYPES):
         raise TypeError(
@@ -351,11 +377,19 @@ def _common_dtype(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def _check_device(op: str, *tensors: Tensor | None) -> None:
-    """Raises ValueError for tensors that no kernel of this build takes."""
+    """Raises ValueError for tensors on several devices, or on one that no kernel of this build takes."""
+    device: torch.device | None = None
     for t in tensors:
-        if t is not None and t.device.type not in ("cpu", "meta"):
+        if t is None or t.device == device:
+            continue
+        if device is not None:
             raise ValueError(
-                f"attn_ext.{op}: tensors on {t.device} came, but this build has kernels for the CPU only"
+                f"attn_ext.{op}: all tensors must be on one device, not on {device} and {t.device}"
+            )
+        device = t.device
+        if device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"attn_ext.{op}: tensors on {device} came, but this build has kernels for the CPU only"
             )
 
 
@@ -401,6 +435,7 @@ def _mask_and_biases(
     bias = _float_tensor(op, "bias", bias)
     if mask is None:
         return None, bias, None
+    _expect_tensor(op, "mask", mask)
     if mask.dtype == torch.bool:
         return mask, bias, None
     if not mask.is_floating_point():
@@ -412,6 +447,8 @@ def _mask_and_biases(
 
 
 def _float_tensor(op: str, name: str, t: Tensor | None) -> Tensor | None:
+    if t is not None:
+        _expect_tensor(op, name, t)
     if t is not None and t.dtype not in _DTYPES:
         hint = "; a bool one goes to mask" if t.dtype == torch.bool else ""
         raise TypeError(
@@ -421,6 +458,8 @@ def _float_tensor(op: str, name: str, t: Tensor | None) -> Tensor | None:
 
 
 def _no_gradient(op: str, slopes: Tensor | None) -> Tensor | None:
+    if slopes is not None:
+        _expect_tensor(op, "alibi_slopes", slopes)
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"attn_ext.{op}: alibi_slopes have no gradient; pass alibi_slopes.detach(), or a learned bias"
@@ -445,17 +484,24 @@ def _draw_seed(op: str, dropout_p: float, q: Tensor) -> Tensor | None:
 
 
 def _indices(op: str, name: str, index: Sequence[int] | Tensor, size: int) -> Tensor:
-    if not isinstance(index, Tensor) and len(index) == 0:
-        return torch.empty(0, dtype=torch.int64)
-    index = torch.as_tensor(index)
-    if index.dtype == torch.bool or index.is_floating_point() or index.dim() != 1:
+    """Indices below `size` as an int64 tensor, negative ones counted from the end."""
+    if not isinstance(index, Tensor):
+        numbers = [int(n) if isinstance(n, int) and not isinstance(n, bool) else None for n in index]
+        if None in numbers:
+            raise TypeError(f"attn_ext.{op}: {name} must be a list of integers, not {index!r}")
+        bad = [n for n in numbers if n is not None and not -size <= n < size]
+        if bad:
+            raise IndexError(f"attn_ext.{op}: there are {size} {name}, so {bad[0]} is none of them")
+        return torch.tensor([n % size for n in numbers if n is not None], dtype=torch.int64)
+    if index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
         raise TypeError(
-            f"attn_ext.{op}: {name} must be a list of integers, not {index.dtype} {tuple(index.shape)}"
+            f"attn_ext.{op}: {name} must be 1-D of int32 or int64, not {index.dtype} {tuple(index.shape)}"
         )
+    if not _compiling() and not _functorch_active():  # else index_select finds out
+        outside = index[(index < -size) | (index >= size)]
+        if outside.numel():
+            raise IndexError(f"attn_ext.{op}: there are {size} {name}, so {int(outside[0])} is none of them")
     index = index.long()
-    bad = index[(index < -size) | (index >= size)]
-    if bad.numel():
-        raise IndexError(f"attn_ext.{op}: there are {size} {name}, so {int(bad[0])} is none of them")
     return torch.where(index < 0, index + size, index)
 
 
@@ -483,6 +529,18 @@ def _broadcast_leading(
     return query, key, value
 
 
+def _share_heads(op: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeats key and value heads to those of the query, where the two have different numbers of them."""
+    Hq = query.shape[-3]
+    for name, t in (("key", key), ("value", value)):
+        if t.shape[-3] == 0 or Hq % t.shape[-3]:
+            raise ValueError(
+                f"attn_ext.{op}: the {Hq} heads of query must be a multiple of the {t.shape[-3]} of {name}"
+            )
+    key, value = (t.repeat_interleave(Hq // t.shape[-3], -3) for t in (key, value))
+    return key, value
+
+
 # --- which road ---------------------------------------------------------------------------------------------------
 
 
@@ -492,7 +550,11 @@ def _differentiating(*tensors: Tensor | None) -> bool:
         for t in tensors:
             if t is not None and t.requires_grad:
                 return True
-    return not _compiling() and (_functorch_active() or forward_ad._current_level >= 0) and _transformed(*tensors)
+    return (
+        not _compiling()
+        and (_functorch_active() or forward_ad._current_level >= 0)
+        and _transformed(*tensors)
+    )
 
 
 def _transformed(*tensors: Tensor | None) -> bool:
@@ -576,9 +638,7 @@ def _gradients(
     options = _Options(*tensors, *ctx.numbers)
     if grad_out is None and grad_lse is None:
         return [None] * 6
-    if (
-        torch.is_grad_enabled() and not _compiling()
-    ):  # create_graph: a derivative of this one may follow
+    if torch.is_grad_enabled() and not _compiling():  # create_graph: a derivative of this one may follow
         return _unfused_gradients(q, k, v, options, grad_out, grad_lse, needs)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
@@ -750,13 +810,26 @@ def _statistics(q: Tensor, packed: bool) -> Tensor:
     return q.new_empty(sizes, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
+def _check_fake(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What the operators check of q, k, v, for those without data."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not (3 <= q.dim() <= 5 and q.dim() == k.dim() == v.dim()):
+        raise ValueError(f"attn_ext.{op}: q, k, v must have the same 3 to 5 dimensions, not {shapes}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"attn_ext.{op}: q and k must have the same head dim: {shapes}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"attn_ext.{op}: k and v must have the same batch, heads and length: {shapes}")
+
+
 @torch.library.register_fake("attn_ext::attention_inference")
 def _fake_inference(q: Tensor, k: Tensor, v: Tensor, causal: int, scale: float | None) -> Tensor:
+    _check_fake("attention_inference", q, k, v)
     return _empty_in_order_of(q, v.shape[-1])
 
 
 @torch.library.register_fake("attn_ext::attention_forward")
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _check_fake("attention_forward", q, k, v)
     packed = _Options(*rest).cu_seqlens_q is not None
     return (_empty_in_order_of(q, v.shape[-1]), *(_statistics(q, packed) for _ in range(3)))
 

@@ -35,6 +35,7 @@ from bench.common import (
     mean_ceilings,
     measure_ceilings,
     print_table,
+    require_folder,
     say,
     time_runners,
     timer_for,
@@ -90,9 +91,11 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(case.id for case in cases))
         return 0
     timer = timer_for(options.device)
+    settings = Settings.of(options)
+    for path in filter(None, (options.json, options.csv, options.plot)):  # now, not after minutes of work
+        require_folder(path)
     if options.plot:
         plot.require_matplotlib()
-    settings = Settings.of(options)
     torch.set_num_threads(settings.threads)
     result = measure(cases, timer, settings)
     show(result)
@@ -144,6 +147,7 @@ class Settings:
 def measure(cases: Sequence[Case], timer: Timer, settings: Settings) -> dict[str, Any]:
     """The whole run: ceilings, rows, ceilings again, memory. Returns what goes into the JSON file."""
     on_cpu = settings.device == "cpu"
+    machine = describe_machine(settings.device, settings.threads)
     before = measure_ceilings(settings.threads, settings.ceiling_seconds) if on_cpu else {}
     rows = []
     for number, case in enumerate(cases, 1):
@@ -161,7 +165,7 @@ def measure(cases: Sequence[Case], timer: Timer, settings: Settings) -> dict[str
     return {
         "schema": SCHEMA,
         "bench": "attention",
-        "machine": describe_machine(settings.device, settings.threads),
+        "machine": machine,
         "settings": {"seconds": settings.seconds, "rounds": settings.rounds, "pause": settings.pause},
         "ceilings": {"before": before, "after": after, "mean": ceilings},
         "rows": rows,
@@ -267,7 +271,8 @@ def check(case: Case, inputs: Inputs, checked_scores: int) -> dict[str, Any]:
     names = ["out", "dq", "dk", "dv", "dbias"][: len(got)]
     worst, limit_share = "", -1.0
     pieces = list(_pieces(case, inputs))
-    affordable = max(1, checked_scores * len(pieces) // max(full_scores(case), 1))
+    cost = full_scores(case) * (1 if case.direction == "forward" else 3)
+    affordable = max(1, checked_scores * len(pieces) // max(cost, 1))
     chosen = pieces if affordable >= len(pieces) else pieces[:: math.ceil(len(pieces) / affordable)]
     for piece in chosen:
         truth, plain = (_on_plain_torch(piece, exact) for exact in (True, False))
@@ -341,9 +346,8 @@ def _pieces(case: Case, inputs: Inputs) -> Iterator[_Piece]:
             cut = Inputs(
                 inputs.q[batch, queries], inputs.k[batch, keys], inputs.v[batch, keys], grad_out, options
             )
-            lengths = None if case.key_lengths is None else case.key_lengths[batch]
             yield _Piece(
-                replace(case, B=1, Hq=group, Hkv=1, key_lengths=lengths),
+                replace(case, B=1, Hq=group, Hkv=1),
                 cut,
                 f"sequence {b}, key/value head {h}",
                 batch,
@@ -429,6 +433,8 @@ def show(result: dict[str, Any]) -> None:
         "ratio",
         "others GFLOP/s",
         "MB",
+        "+ours",
+        "+torch",
     )
     columns = [Column("B,H,L,D", right=False)]
     columns += [Column(text, right=text not in ("dtype", "pass", "others GFLOP/s")) for text in headings]
@@ -436,7 +442,7 @@ def show(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         start = [row["case"], row["dtype"], row["pass"]]
         if not row["check"]["ok"]:
-            cells.append([*start, "WRONG", *[""] * 5, row["check"]["worst"], ""])
+            cells.append([*start, "WRONG", *[""] * 5, row["check"]["worst"], *[""] * 3])
             continue
         ours, theirs = row["rivals"]["attn_ext"], row["rivals"]["torch"]
         others = [
@@ -454,13 +460,24 @@ def show(result: dict[str, Any]) -> None:
                 rate(theirs["gflops"]),
                 f"{row['ratio']:.2f}×",
                 ", ".join(others) or "–",
-                memory.memory_cell((row["memory"] or {}).get("attn_ext")),
+                *memory_cells(row["memory"]),
             ]
         )
     print_table(columns, cells, machine_line(result["machine"]))
     print()
     for line in notes(result):
         print(line)
+
+
+def memory_cells(measured: dict[str, Any] | None) -> list[str]:
+    """What the call returns, and what ours and torch's peak rose by beyond that, in MB."""
+    ours, theirs = ((measured or {}).get(name) for name in ("attn_ext", "torch"))
+    numbers = [
+        ours and ours["returned_bytes"],
+        ours and ours["extra_bytes"],
+        theirs and theirs["extra_bytes"],
+    ]
+    return ["–" if number is None else f"{number / 1e6:.1f}" for number in numbers]
 
 
 _MARKS = {"SDPA": " ", "SDPA with mask": "ᵐ", "formula": "ᶠ"}
@@ -474,8 +491,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         "Time of one call: median ± half the spread from the 20th to the 80th percentile. B,Hq/Hkv,Lq×Lk,D/Dv. "
         "flops: 4·B·Hq·Lq·Lk·(D+Dv)/2 of visible scores (causal: half), backward 2.5 ×.",
         "torch: F.scaled_dot_product_attention; ᵐ with the options as one ready-made mask; ᶠ the plain formula, where "
-        "SDPA lacks the option. ratio: torch's time over ours. MB: returned + extra at the peak, ours (backward rows: "
-        "the forward pass included).",
+        "SDPA lacks the option. ratio: torch's time over ours. MB: what the call returns; + what the peak of memory rises "
+        "by beyond that (backward rows: with their forward pass).",
     ]
     first, last = result["ceilings"]["before"], result["ceilings"]["after"]
     if first:

@@ -120,11 +120,17 @@ def visible_scores(case: Case) -> float:
 def visible(case: Case) -> Tensor | None:
     """Which query sees which key: bool (Lq, Lk) or (B or 1, 1, Lq or 1, Lk); None where all see all."""
     lengths = None if case.key_lengths is None else torch.tensor(case.key_lengths)
-    rules = [
-        reference.visible(case.Lq, case.Lk, causal=case.causal, window=case.window, key_lengths=lengths),
-        mask_of(case),
-    ]
-    rules = [rule for rule in rules if rule is not None]
+    return combined_mask(case, mask_of(case), lengths)
+
+
+def combined_mask(
+    case: Case, mask: Tensor | None, key_lengths: Tensor | None, device: torch.device | None = None
+) -> Tensor | None:
+    """The same for a mask and lengths at hand (on `device`), which may be those of a part of the batch."""
+    by_position = reference.visible(
+        *(case.Lq, case.Lk), causal=case.causal, window=case.window, key_lengths=key_lengths, device=device
+    )
+    rules = [rule for rule in (by_position, mask) if rule is not None]
     return masks.combine(*rules) if rules else None
 
 

@@ -38,10 +38,18 @@ class BenchError(Exception):
 
 
 def describe_machine(device: str, threads: int) -> dict[str, Any]:
-    """What a reader must know to compare figures: hardware, threads, instruction set, versions, time."""
+    """What a reader must know to compare figures: hardware, threads, instruction set, versions, time.
+
+    Raises:
+        BenchError: ATTN_EXT_ISA names an instruction set that cannot run here.
+    """
     import attn_ext
     from attn_ext._load import _C
 
+    try:
+        isa = attn_ext.backend.active()
+    except ValueError as error:
+        raise BenchError(str(error)) from error
     machine: dict[str, Any] = {
         "cpu": cpu_model(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -50,7 +58,7 @@ def describe_machine(device: str, threads: int) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "threads": threads,
-        "isa": attn_ext.backend.active(),
+        "isa": isa,
         "cpu_features": list(_C.cpu_features()),
         "compiler": _C.build_info()["compiler"],
         "commit": git_commit(),
@@ -329,6 +337,13 @@ def write_json(path: str | Path, result: Mapping[str, Any]) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise BenchError(f"cannot write {path}: {error.strerror}") from error
+
+
+def require_folder(path: str | Path) -> None:
+    """BenchError where the folder that a file is to be written to does not exist."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise BenchError(f"cannot write {path}: there is no folder {folder}")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

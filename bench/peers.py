@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.cases import Case, Inputs, alibi_bias, visible
+from bench.cases import Case, Inputs, alibi_bias, combined_mask
 from bench.common import Runner
 
 
@@ -69,8 +69,8 @@ def added_and_visible(case: Case, inputs: Inputs) -> tuple[Tensor | None, Tensor
     if case.alibi:
         slopes = alibi_bias(case, inputs.options["alibi_slopes"].cpu()).to(inputs.q.device)
         added = slopes if added is None else added + slopes
-    seen = visible(case)
-    return added, None if seen is None else seen.to(inputs.q.device)
+    mask, key_lengths = (inputs.options.get(name) for name in ("mask", "key_lengths"))
+    return added, combined_mask(case, mask, key_lengths, inputs.q.device)
 
 
 def eager_options(case: Case, inputs: Inputs) -> dict[str, Any]:

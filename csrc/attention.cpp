@@ -548,8 +548,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   ATTN_EXT_EXPECT(!(grads & of_bias) || bias, call.op, "grads asks for the gradient of a bias that is not given");
   ATTN_EXT_EXPECT(!(grads & of_bias2) || bias2, call.op, "grads asks for the gradient of a bias2 that is not given");
   ATTN_EXT_EXPECT(!(grads & of_sinks) || sinks, call.op, "grads asks for the gradient of sinks that are not given");
-  const Tensor nothing = empty({0}, q.scalar_type());
-  std::array<Tensor, 6> result{nothing, nothing, nothing, nothing, nothing, nothing};
+  std::array<Tensor, 6> result;
+  for (size_t n = 0; n < result.size(); ++n) {  // tensors of their own: outputs must not alias
+    if (!(grads >> n & 1)) result[n] = empty({0}, q.scalar_type());
+  }
   if (grads & of_q) p.dq = call.view(result[0] = zeros_in_order_of(q, p.D));
   if (grads & of_k) p.dk = call.view(result[1] = zeros_in_order_of(k, p.D));
   if (grads & of_v) p.dv = call.view(result[2] = zeros_in_order_of(v, p.Dv));
@@ -599,6 +601,8 @@ Tensor attention_weights(Tensor q, Tensor k, OptionalTensor mask, OptionalTensor
   call.set_options({mask, bias, bias2, alibi_slopes, sinks, key_lengths, none, none, none, causal, window_left,
                     window_right, scale, softcap, 0.0},
                    p);
+  ATTN_EXT_EXPECT(row_positions || num_queries == p.Lq, call.op, "num_queries must be the ", p.Lq,
+                  " rows of q where no row_positions are given, not ", num_queries);
   if (row_positions) {
     call.positions = integers(call.op, "row_positions", *row_positions);
     ATTN_EXT_EXPECT(static_cast<int64_t>(call.positions.size()) == p.Lq, call.op,

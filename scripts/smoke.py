@@ -30,7 +30,11 @@ def main() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         for mine, other in zip(gradients(ours, q, k, v), gradients(theirs, q, k, v), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    print(json.dumps({"torch": torch.__version__, "isa": attn_ext.backend.active(), **_C.build_info()}, indent=2))
+    print(
+        json.dumps(
+            {"torch": torch.__version__, "isa": attn_ext.backend.active(), **_C.build_info()}, indent=2
+        )
+    )
     print("smoke test: forward and backward agree with torch")
 
 

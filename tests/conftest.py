@@ -18,7 +18,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "ops"))  # helpers import the same way whatever pytest's import mode
+sys.path.insert(
+    0, str(Path(__file__).parent / "ops")
+)  # helpers import the same way whatever pytest's import mode
 
 from op_support import assert_close_to_reference, available_isas
 
@@ -36,7 +38,9 @@ hypothesis.settings.load_profile("attn_ext")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker here, so that running one test file alone knows it too."""
-    config.addinivalue_line("markers", "isa_matrix: CI repeats this test with ATTN_EXT_ISA set to each other ISA")
+    config.addinivalue_line(
+        "markers", "isa_matrix: CI repeats this test with ATTN_EXT_ISA set to each other ISA"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

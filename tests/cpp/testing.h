@@ -70,9 +70,7 @@ class Random {
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
   }
-  double uniform(double low, double high) {
-    return low + (high - low) * (static_cast<double>(bits() >> 11) * 0x1p-53);
-  }
+  double uniform(double low, double high) { return low + (high - low) * (static_cast<double>(bits() >> 11) * 0x1p-53); }
   // One of 0 … count-1.
   int64_t below(int64_t count) { return static_cast<int64_t>(bits() % static_cast<uint64_t>(count)); }
   bool chance(double p) { return uniform(0, 1) < p; }
@@ -87,12 +85,12 @@ class Random {
 
 }  // namespace attn_ext::test
 
-#define TEST(group, name)                                                                             \
-  static void group##_##name();                                                                       \
+#define TEST(group, name)                                                                                   \
+  static void group##_##name();                                                                             \
   static const ::attn_ext::test::Registration group##_##name##_registration(#group, #name, group##_##name); \
   static void group##_##name()
 
-#define CHECK(condition, ...)                                                 \
-  do {                                                                        \
+#define CHECK(condition, ...)                                                  \
+  do {                                                                         \
     if (!(condition)) ::attn_ext::test::fail(__FILE__, __LINE__, __VA_ARGS__); \
   } while (false)

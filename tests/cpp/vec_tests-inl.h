@@ -21,12 +21,32 @@ bool same(T a, T b) {
 }
 
 template <class T>
-inline constexpr T kSpecials[] = {
-    T(0), T(-0.0), T(1), T(-1), T(0.5), T(-2.25), T(3), T(1e10), T(-1e10), T(1.0000001), T(7.3e-5), std::numeric_limits<T>::infinity(),
-    -std::numeric_limits<T>::infinity(), std::numeric_limits<T>::quiet_NaN(), -std::numeric_limits<T>::quiet_NaN(),
-    std::numeric_limits<T>::max(), std::numeric_limits<T>::lowest(), std::numeric_limits<T>::min(),
-    -std::numeric_limits<T>::min(), std::numeric_limits<T>::denorm_min(), -std::numeric_limits<T>::denorm_min(),
-    std::numeric_limits<T>::epsilon(), T(0.1), T(-123.456), T(16777215), T(8388607.5)};
+inline constexpr T kSpecials[] = {T(0),
+                                  T(-0.0),
+                                  T(1),
+                                  T(-1),
+                                  T(0.5),
+                                  T(-2.25),
+                                  T(3),
+                                  T(1e10),
+                                  T(-1e10),
+                                  T(1.0000001),
+                                  T(7.3e-5),
+                                  std::numeric_limits<T>::infinity(),
+                                  -std::numeric_limits<T>::infinity(),
+                                  std::numeric_limits<T>::quiet_NaN(),
+                                  -std::numeric_limits<T>::quiet_NaN(),
+                                  std::numeric_limits<T>::max(),
+                                  std::numeric_limits<T>::lowest(),
+                                  std::numeric_limits<T>::min(),
+                                  -std::numeric_limits<T>::min(),
+                                  std::numeric_limits<T>::denorm_min(),
+                                  -std::numeric_limits<T>::denorm_min(),
+                                  std::numeric_limits<T>::epsilon(),
+                                  T(0.1),
+                                  T(-123.456),
+                                  T(16777215),
+                                  T(8388607.5)};
 
 template <class T>
 inline constexpr int kSpecialCount = static_cast<int>(std::size(kSpecials<T>));
@@ -83,7 +103,8 @@ void check_arithmetic() {
   Lanes<T, N> a, b, c, r;
   // Whether fma rounds once, as hardware does, or twice.
   const T near_one = T(1) + std::numeric_limits<T>::epsilon();
-  const bool fused = V::fma(V::broadcast(near_one), V::broadcast(near_one), V::broadcast(-near_one * near_one)).first() != T(0);
+  const bool fused =
+      V::fma(V::broadcast(near_one), V::broadcast(near_one), V::broadcast(-near_one * near_one)).first() != T(0);
   for (int s = 0; s < count; ++s) {
     for (int t = 0; t < count; ++t) {
       for (int i = 0; i < N; ++i) {
@@ -96,8 +117,8 @@ void check_arithmetic() {
         got.store(r.x);
         for (int i = 0; i < N; ++i) {
           const T want = want_of(a[i], b[i], c[i]);
-          CHECK(same(r[i], want), "%s of %a, %a, %a: lane %d is %a, not %a", what, double(a[i]), double(b[i]), double(c[i]), i,
-                double(r[i]), double(want));
+          CHECK(same(r[i], want), "%s of %a, %a, %a: lane %d is %a, not %a", what, double(a[i]), double(b[i]),
+                double(c[i]), i, double(r[i]), double(want));
         }
       };
       check("+", va + vb, [](T x, T y, T) { return x + y; });
@@ -110,9 +131,8 @@ void check_arithmetic() {
       check("copysign", V::copysign(va, vb), [](T x, T y, T) { return std::copysign(x, y); });
       check("select less", V::select(V::less(va, vb), va, vc), [](T x, T y, T z) { return x < y ? x : z; });
       check("select equal", V::select(V::equal(va, vb), va, vc), [](T x, T y, T z) { return x == y ? x : z; });
-      check("shift_into_exponent", V::shift_into_exponent(va), [](T x, T, T) {
-        return std::bit_cast<T>(bits_of(x) << (sizeof(T) == 4 ? 23 : 52));
-      });
+      check("shift_into_exponent", V::shift_into_exponent(va),
+            [](T x, T, T) { return std::bit_cast<T>(bits_of(x) << (sizeof(T) == 4 ? 23 : 52)); });
       bool less = false, equal = false;
       T largest = a[0];
       for (int i = 0; i < N; ++i) {
@@ -153,7 +173,8 @@ void check_bytes() {
     }
     const auto mask = V::nonzero_bytes(bytes.x);
     V::select(mask, V::broadcast(T(1)), V::broadcast(T(2))).store(r.x);
-    for (int i = 0; i < N; ++i) CHECK(r[i] == (bytes[i] ? T(1) : T(2)), "nonzero_bytes: byte %d gives %g", bytes[i], double(r[i]));
+    for (int i = 0; i < N; ++i)
+      CHECK(r[i] == (bytes[i] ? T(1) : T(2)), "nonzero_bytes: byte %d gives %g", bytes[i], double(r[i]));
     CHECK(V::any(mask) == some, "any of bytes is %d", !some);
   }
 }
@@ -170,8 +191,8 @@ void check_storage(const char* name, Narrow narrow) {
     V::load(stored.x).store(wide.x);
     for (int i = 0; i < N; ++i) {
       const float want = to_float(stored[i]);
-      CHECK(bits_of(wide[i]) == bits_of(want), "%s 0x%04x loads as %a (0x%08x), not %a (0x%08x)", name, first + i, double(wide[i]),
-            bits_of(wide[i]), double(want), bits_of(want));
+      CHECK(bits_of(wide[i]) == bits_of(want), "%s 0x%04x loads as %a (0x%08x), not %a (0x%08x)", name, first + i,
+            double(wide[i]), bits_of(wide[i]), double(want), bits_of(want));
     }
   }
   // Half a step behind every value (a tie), and one fp32 step to either side of that: exactly where rounding turns.
@@ -185,8 +206,8 @@ void check_storage(const char* name, Narrow narrow) {
       V::load(wide.x).store(stored.x);
       for (int i = 0; i < N; ++i) {
         const Storage want = narrow(wide[i]);
-        CHECK(stored[i].bits == want.bits, "%a (0x%08x) is stored as %s 0x%04x, not 0x%04x", double(wide[i]), bits_of(wide[i]), name,
-              stored[i].bits, want.bits);
+        CHECK(stored[i].bits == want.bits, "%a (0x%08x) is stored as %s 0x%04x, not 0x%04x", double(wide[i]),
+              bits_of(wide[i]), name, stored[i].bits, want.bits);
       }
     }
   }
@@ -196,7 +217,8 @@ void check_storage(const char* name, Narrow narrow) {
     V::load(wide.x).store(stored.x);
     for (int i = 0; i < N; ++i) {
       const Storage want = narrow(wide[i]);
-      CHECK(stored[i].bits == want.bits, "%a is stored as %s 0x%04x, not 0x%04x", double(wide[i]), name, stored[i].bits, want.bits);
+      CHECK(stored[i].bits == want.bits, "%a is stored as %s 0x%04x, not 0x%04x", double(wide[i]), name, stored[i].bits,
+            want.bits);
     }
   }
 }
@@ -214,13 +236,16 @@ void check_functions() {
     exp2_nonpositive<T>(V::load(y.x)).store(r.x);
     for (int i = 0; i < N; ++i) {
       const double want = std::exp2(static_cast<double>(y[i]));
-      CHECK(std::fabs(double(r[i]) - want) <= 1.5 * epsilon * want, "2^%a is %a, not %a", double(y[i]), double(r[i]), want);
-      CHECK(same(exp2_nonpositive<T>(y[i]), r[i]), "2^%a alone is %a, not %a", double(y[i]), double(exp2_nonpositive<T>(y[i])),
-            double(r[i]));
+      CHECK(std::fabs(double(r[i]) - want) <= 1.5 * epsilon * want, "2^%a is %a, not %a", double(y[i]), double(r[i]),
+            want);
+      CHECK(same(exp2_nonpositive<T>(y[i]), r[i]), "2^%a alone is %a, not %a", double(y[i]),
+            double(exp2_nonpositive<T>(y[i])), double(r[i]));
     }
   }
-  CHECK(exp2_nonpositive<T>(T(0)) == T(1) && exp2_nonpositive<T>(T(-0.0)) == T(1), "2^0 is %g", double(exp2_nonpositive<T>(T(0))));
-  for (const T x : {static_cast<T>(lowest - 1), static_cast<T>(2 * lowest), T(-1e30), std::numeric_limits<T>::lowest(), -kInfinity<T>}) {
+  CHECK(exp2_nonpositive<T>(T(0)) == T(1) && exp2_nonpositive<T>(T(-0.0)) == T(1), "2^0 is %g",
+        double(exp2_nonpositive<T>(T(0))));
+  for (const T x : {static_cast<T>(lowest - 1), static_cast<T>(2 * lowest), T(-1e30), std::numeric_limits<T>::lowest(),
+                    -kInfinity<T>}) {
     CHECK(exp2_nonpositive<T>(x) == T(0), "2^%g is %g", double(x), double(exp2_nonpositive<T>(x)));
   }
   for (const uint32_t payload : {0x400000u, 0x7fffffu, 0x600001u}) {
@@ -237,14 +262,15 @@ void check_functions() {
     tanh<T>(V::load(y.x)).store(r.x);
     for (int i = 0; i < N; ++i) {
       const double want = std::tanh(static_cast<double>(y[i]));
-      CHECK(std::fabs(double(r[i]) - want) <= 4 * epsilon * std::fabs(want) + smallest, "tanh %a is %a, not %a", double(y[i]),
-            double(r[i]), want);
+      CHECK(std::fabs(double(r[i]) - want) <= 4 * epsilon * std::fabs(want) + smallest, "tanh %a is %a, not %a",
+            double(y[i]), double(r[i]), want);
     }
   }
   const auto tanh1 = [](T x) { return tanh<T>(V::broadcast(x)).first(); };
-  CHECK(tanh1(kInfinity<T>) == T(1) && tanh1(-kInfinity<T>) == T(-1), "tanh of Inf is %g, %g", double(tanh1(kInfinity<T>)),
-        double(tanh1(-kInfinity<T>)));
-  CHECK(tanh1(T(0)) == T(0) && tanh1(T(1e20)) == T(1), "tanh of 0, 1e20 is %g, %g", double(tanh1(T(0))), double(tanh1(T(1e20))));
+  CHECK(tanh1(kInfinity<T>) == T(1) && tanh1(-kInfinity<T>) == T(-1), "tanh of Inf is %g, %g",
+        double(tanh1(kInfinity<T>)), double(tanh1(-kInfinity<T>)));
+  CHECK(tanh1(T(0)) == T(0) && tanh1(T(1e20)) == T(1), "tanh of 0, 1e20 is %g, %g", double(tanh1(T(0))),
+        double(tanh1(T(1e20))));
   const T nan = tanh1(std::numeric_limits<T>::quiet_NaN());
   CHECK(nan != nan, "tanh of NaN is %g", double(nan));
 }
@@ -257,11 +283,7 @@ void check_vec() {
   check_functions<T>();
 }
 
-#define ATTN_EXT_STRING(x) #x
-#define ATTN_EXT_NAME(x) ATTN_EXT_STRING(x)
-
-TEST(vec, ATTN_EXT_ISA_NAMESPACE) {
-  if (!test::isa_runs(ATTN_EXT_NAME(ATTN_EXT_ISA_NAMESPACE))) return;
+void test_vec() {
   {
     const test::Context context("float");
     check_vec<float>();

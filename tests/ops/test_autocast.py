@@ -83,7 +83,11 @@ def test_gradients_come_back_in_the_dtypes_of_the_leaves(short: torch.dtype) -> 
 
 
 def test_mixed_dtypes_work_inside_autocast_and_are_refused_outside() -> None:
-    q, k, v = make((2, 4, 7, 8), seed=1), make((2, 4, 7, 8), seed=2), make((2, 4, 7, 8), torch.bfloat16, seed=3)
+    q, k, v = (
+        make((2, 4, 7, 8), seed=1),
+        make((2, 4, 7, 8), seed=2),
+        make((2, 4, 7, 8), torch.bfloat16, seed=3),
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert attn_ext.attention(q, k, v).dtype == torch.bfloat16
         with torch.autocast("cpu", enabled=False), pytest.raises(TypeError, match="bfloat16"):
@@ -97,7 +101,11 @@ def test_the_other_functions_follow_autocast_too() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         weights = attn_ext.attention_weights(q, k)
         packed = attn_ext.attention_varlen(
-            q[0].transpose(0, 1), k[0].transpose(0, 1), k[0].transpose(0, 1), torch.tensor([0, 7]), torch.tensor([0, 9])
+            q[0].transpose(0, 1),
+            k[0].transpose(0, 1),
+            k[0].transpose(0, 1),
+            torch.tensor([0, 7]),
+            torch.tensor([0, 9]),
         )
     expected = attn_ext.attention_weights(q.bfloat16(), k)
     assert_same_bits(weights, expected, "weights")

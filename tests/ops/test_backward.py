@@ -35,7 +35,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-# ---------------------------------------------------------------------------------------------- the fixed matrix
+# ------------------------------------------------------------------------------------------- the fixed matrix
 
 
 @pytest.mark.isa_matrix
@@ -146,7 +146,7 @@ def test_gradients_of_empty_calls_are_zeros_of_the_right_shape(shape: Shape) -> 
         assert (grad == 0).all(), name
 
 
-# ---------------------------------------------------------------------------------------------- which gradients
+# -------------------------------------------------------------------------------------------- which gradients
 
 
 @pytest.mark.isa_matrix
@@ -194,7 +194,10 @@ BIAS_FORMS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "expanded": ((1, 3, 1, 5), lambda x: x.expand(2, 3, 4, 5)),
     "transposed": ((2, 3, 5, 4), lambda x: x.transpose(-1, -2)),
     "sliced": ((2, 3, 6, 10), lambda x: x[:, :, 1:-1, ::2]),
-    "looked up by distance": ((9, 3), lambda x: x[torch.arange(4)[:, None] + torch.arange(5)].permute(2, 0, 1)),
+    "looked up by distance": (
+        (9, 3),
+        lambda x: x[torch.arange(4)[:, None] + torch.arange(5)].permute(2, 0, 1),
+    ),
 }
 
 
@@ -237,7 +240,14 @@ def test_bias_gradients_in_single_precision_match_the_reference(form: str, dtype
 def test_bias_gradients_summed_over_many_rows_keep_their_precision(isa: str) -> None:
     s = Shape(3, 4, 2, 130, 300, 16)
     q, k, v = s.qkv()
-    for shape in ((s.lk,), (s.lq, 1), (s.hq, 1, s.lk), (1, 1, s.lq, s.lk), (1, 1, 1, 1), (s.b, 1, s.lq, s.lk)):
+    for shape in (
+        (s.lk,),
+        (s.lq, 1),
+        (s.hq, 1, s.lk),
+        (1, 1, s.lq, s.lk),
+        (1, 1, 1, 1),
+        (s.b, 1, s.lq, s.lk),
+    ):
         check_gradients(q, k, v, {"bias": make(shape, seed=6)}, wanted=["bias"])
 
 
@@ -254,7 +264,7 @@ def test_hidden_cells_of_a_bias_get_a_gradient_of_exactly_zero(isa: str) -> None
         assert (grads["bias"][~hidden] != 0).any()
 
 
-# ---------------------------------------------------------------------------------------------- upstream gradients
+# ----------------------------------------------------------------------------------------- upstream gradients
 
 
 def upstream(shape: tuple[int, ...], form: str) -> Tensor:
@@ -295,7 +305,9 @@ def test_upstream_gradients_of_any_layout_equal_their_contiguous_clone(form: str
         if form == "of a sum":
             grad_out = torch.ones((), dtype=dtype).expand(grad_out.shape)
         actual = check_gradients(q, k, v, {}, grad_out=grad_out)
-        expected = check_gradients(q, k, v, {}, grad_out=grad_out.clone(memory_format=torch.contiguous_format))
+        expected = check_gradients(
+            q, k, v, {}, grad_out=grad_out.clone(memory_format=torch.contiguous_format)
+        )
         for name in actual:
             assert_same_bits(actual[name], expected[name], f"gradient of {name}")
 
@@ -303,7 +315,9 @@ def test_upstream_gradients_of_any_layout_equal_their_contiguous_clone(form: str
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda out: out.sum(),
     "mean": lambda out: out.mean(),
-    "merged heads times a matrix": lambda out: (out.transpose(1, 2).reshape(2, 5, 24) @ make((24, 7), seed=8)).sum(),
+    "merged heads times a matrix": lambda out: (
+        out.transpose(1, 2).reshape(2, 5, 24) @ make((24, 7), seed=8)
+    ).sum(),
     "concatenation": lambda out: torch.cat([out, out * 2], dim=2).square().sum(),
     "one row": lambda out: out[:, :, 2].sum(),
     "two uses": lambda out: out.sum() + (out * out).sum(),
@@ -315,7 +329,10 @@ def test_losses_as_models_write_them_give_the_gradients_of_the_reference(loss: s
     found = []
     for function in (attn_ext.attention, attn_ext.reference.attention):
         q = make((2, 3, 5, 16), seed=1)[..., ::2].requires_grad_(True)
-        k, v = make((2, 3, 5, 8), seed=2).requires_grad_(True), make((2, 5, 3, 8), seed=3).requires_grad_(True)
+        k, v = (
+            make((2, 3, 5, 8), seed=2).requires_grad_(True),
+            make((2, 5, 3, 8), seed=3).requires_grad_(True),
+        )
         LOSSES[loss](function(q, k, v.transpose(1, 2))).backward()
         found.append((q.grad, k.grad, v.grad))
     for actual, expected in zip(*found, strict=True):
@@ -338,7 +355,7 @@ def test_the_lse_alone_can_be_the_loss(dtype: torch.dtype) -> None:
             assert (actual.double() - expected).abs().max() <= limit, option
 
 
-# ---------------------------------------------------------------------------------------------- dead rows, extremes
+# ---------------------------------------------------------------------------------------- dead rows, extremes
 
 
 @pytest.mark.isa_matrix
@@ -397,7 +414,9 @@ def test_one_dead_row_does_not_poison_shared_projection_weights() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 3e38], ids=["NaN", "infinity", "huge"])
 @pytest.mark.parametrize("place", ["q", "k", "v", "upstream gradient"])
 @pytest.mark.parametrize("option", ["causal", "window", "mask", "bias of -inf", "lengths and window"])
-def test_what_is_hidden_stays_out_of_each_others_gradients(isa: str, option: str, place: str, poison: float) -> None:
+def test_what_is_hidden_stays_out_of_each_others_gradients(
+    isa: str, option: str, place: str, poison: float
+) -> None:
     for s in (Shape(1, 2, 1, 9, 11, 8), Shape(1, 2, 2, 90, 150, 20)):
         keep = random_bool(s.lq, s.lk, keep=0.5)
         keep[:, 0] = False
@@ -423,7 +442,9 @@ def test_what_is_hidden_stays_out_of_each_others_gradients(isa: str, option: str
             q, k, v = (x.requires_grad_(True) for x in (q, k, v))
             results.append(torch.autograd.grad(attn_ext.attention(q, k, v, **options), (q, k, v), grad_out))
         (dq, dk, dv), (dq2, dk2, dv2) = results
-        assert_same_bits(dq2[:, :, ~touched_rows], dq[:, :, ~touched_rows], "gradient of rows that do not see it")
+        assert_same_bits(
+            dq2[:, :, ~touched_rows], dq[:, :, ~touched_rows], "gradient of rows that do not see it"
+        )
         assert_same_bits(dk2[:, :, ~touched_keys], dk[:, :, ~touched_keys], "gradient of k hidden from it")
         assert_same_bits(dv2[:, :, ~touched_keys], dv[:, :, ~touched_keys], "gradient of v hidden from it")
 
@@ -439,7 +460,9 @@ def test_nan_in_a_visible_place_reaches_the_gradients(isa: str) -> None:
 
 
 @pytest.mark.isa_matrix
-def test_a_row_of_the_smallest_finite_bias_has_the_gradients_of_plain_arithmetic(isa: str, dtype: torch.dtype) -> None:
+def test_a_row_of_the_smallest_finite_bias_has_the_gradients_of_plain_arithmetic(
+    isa: str, dtype: torch.dtype
+) -> None:
     # The lse of such a row has lost the sum of the weights: a backward that keeps nothing else is off by a factor.
     s = Shape(1, 2, 2, 4, 50, 16)
     q, k, v = s.qkv(dtype)
@@ -472,12 +495,16 @@ def test_huge_scores_give_finite_gradients(isa: str, scale: float | None) -> Non
             assert all(torch.isfinite(grad).all() for grad in grads)
             torch.testing.assert_close(grads[2].sum().item(), 64.0 * length, rtol=2e-2, atol=0)
     x = (-900 * torch.rand(2, 4, 128, 64)).to(torch.float16)
-    tensors = [x.clone().requires_grad_(True), x.clone().requires_grad_(True), torch.rand_like(x).requires_grad_(True)]
+    tensors = [
+        x.clone().requires_grad_(True),
+        x.clone().requires_grad_(True),
+        torch.rand_like(x).requires_grad_(True),
+    ]
     for grad in torch.autograd.grad(attn_ext.attention(*tensors, scale=scale).sum(), tensors):
         assert torch.isfinite(grad).all()
 
 
-# ---------------------------------------------------------------------------------------------- gradcheck
+# -------------------------------------------------------------------------------------------------- gradcheck
 
 
 TINY = Shape(1, 2, 1, 3, 5, 4, 3)
@@ -537,7 +564,9 @@ def test_gradcheck_with_dropout_holds_the_mask_still() -> None:
     assert gradgradcheck(seeded, small)
 
 
-@pytest.mark.parametrize("option", ["plain", "causal bottom-right", "bool mask with dead rows", "softcap and bias"])
+@pytest.mark.parametrize(
+    "option", ["plain", "causal bottom-right", "bool mask with dead rows", "softcap and bias"]
+)
 def test_gradient_penalty_equals_the_reference(option: str) -> None:
     s = Shape(2, 4, 2, 5, 7, 4)
     found = []
@@ -566,7 +595,7 @@ def test_second_derivatives_work_in_every_dtype_and_through_the_lse(dtype: torch
         assert (actual.double() - expected).abs().max() <= limit
 
 
-# ---------------------------------------------------------------------------------------------- forward mode, torch.func
+# ----------------------------------------------------------------------------------- forward mode, torch.func
 
 
 def test_dual_tensors_get_a_tangent_although_they_need_no_gradient() -> None:
@@ -579,7 +608,9 @@ def test_dual_tensors_get_a_tangent_although_they_need_no_gradient() -> None:
 
         def call(changed: Tensor, name: str = name) -> Tensor:
             given = {"q": q, "k": k, "v": v, "bias": bias, name: changed}
-            return attn_ext.attention(given["q"], given["k"], given["v"], bias=given["bias"], causal="bottom_right")
+            return attn_ext.attention(
+                given["q"], given["k"], given["v"], bias=given["bias"], causal="bottom_right"
+            )
 
         with forward_ad.dual_level():
             _, found = forward_ad.unpack_dual(call(forward_ad.make_dual(at, tangent)))
@@ -608,7 +639,9 @@ def test_jvp_vjp_and_jacobian_agree_with_the_reference() -> None:
         lambda f: torch.func.jacrev(f, argnums=2)(q, k, v),
         lambda f: torch.func.jacfwd(f, argnums=1)(q, k, v),
         lambda f: torch.func.hessian(lambda q: f(q, k, v).square().sum())(q),
-        lambda f: torch.func.grad(lambda q: torch.func.grad(lambda k: f(q, k, v).sin().sum())(k).square().sum())(q),
+        lambda f: torch.func.grad(
+            lambda q: torch.func.grad(lambda k: f(q, k, v).sin().sum())(k).square().sum()
+        )(q),
     ):
         torch.testing.assert_close(transform(ours), transform(theirs), rtol=1e-9, atol=1e-10)
 
@@ -621,7 +654,11 @@ def test_vmap_equals_a_loop(in_dims: tuple[int | None, ...]) -> None:
         if dim is not None:
             shape.insert(dim, n)
         tensors.append(make(shape, seed=seed))
-    for options in ({}, {"causal": "bottom_right", "bias": make((4, 5, 7), seed=6)}, {"mask": random_bool(2, 1, 5, 7)}):
+    for options in (
+        {},
+        {"causal": "bottom_right", "bias": make((4, 5, 7), seed=6)},
+        {"mask": random_bool(2, 1, 5, 7)},
+    ):
 
         def call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any] = options) -> Tensor:
             return attn_ext.attention(q, k, v, **options)
@@ -645,7 +682,7 @@ def test_per_sample_gradients_by_vmap_of_grad_equal_a_loop() -> None:
             torch.testing.assert_close(actual[i], expected, rtol=0, atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------- autograd's own rules
+# --------------------------------------------------------------------------------------- autograd's own rules
 
 
 def test_retain_graph_allows_a_second_backward_and_without_it_torch_complains() -> None:
@@ -689,7 +726,9 @@ def test_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
             out = checkpoint(lambda *x: attn_ext.attention(*x, causal=True), q, k, v, use_reentrant=reentrant)
         else:
             out = attn_ext.attention(q, k, v, causal=True)
-        found.append(torch.autograd.grad(out.square().sum(), (q, k, v)) if not reentrant else backward(out, q, k, v))
+        found.append(
+            torch.autograd.grad(out.square().sum(), (q, k, v)) if not reentrant else backward(out, q, k, v)
+        )
     for a, b in zip(*found, strict=True):
         assert_same_bits(b, a, "checkpointed gradient")
 

@@ -28,7 +28,7 @@ def forget_compiled_code() -> Any:
     torch._dynamo.reset()
 
 
-# ---------------------------------------------------------------------------------------------- opcheck
+# ---------------------------------------------------------------------------------------------------- opcheck
 
 
 WEIGHTS: dict[str, Any] = {**MASKING, "row_max": None, "row_sum": None, "num_queries": 5}
@@ -102,7 +102,7 @@ def test_opcheck_passes_for_packed_sequences() -> None:
     torch.library.opcheck(torch.ops.attn_ext.attention_forward.default, (q, k, v), kwargs)
 
 
-# ---------------------------------------------------------------------------------------------- fake and meta tensors
+# -------------------------------------------------------------------------------------- fake and meta tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -111,16 +111,27 @@ def test_opcheck_passes_for_packed_sequences() -> None:
 def test_fake_tensors_say_the_same_shapes_strides_and_dtypes_as_real_ones(
     layout: str, dtype: torch.dtype, heads: tuple[int, int]
 ) -> None:
-    for s in (Shape(2, *heads, 5, 7, 8, 6), Shape(1, *heads, 1, 7, 8), Shape(2, *heads, 0, 7, 8), Shape(2, *heads, 3, 0, 8)):
+    for s in (
+        Shape(2, *heads, 5, 7, 8, 6),
+        Shape(1, *heads, 1, 7, 8),
+        Shape(2, *heads, 0, 7, 8),
+        Shape(2, *heads, 3, 0, 8),
+    ):
         q, k, v = s.qkv(dtype, layout)
         for grad in (False, True):
             inputs = [x.detach().requires_grad_(grad) for x in (q, k, v)]
-            for kwargs in ({}, {"return_lse": True, "return_weights": True}, {"mask": random_bool(s.lq, s.lk)}):
+            for kwargs in (
+                {},
+                {"return_lse": True, "return_weights": True},
+                {"mask": random_bool(s.lq, s.lk)},
+            ):
                 real = attn_ext.attention(*inputs, **kwargs)
                 with FakeTensorMode(allow_non_fake_inputs=True) as mode:
                     fake = attn_ext.attention(*(mode.from_tensor(x) for x in inputs), **kwargs)
                 for r, f in zip(*(x if isinstance(x, tuple) else (x,) for x in (real, fake)), strict=True):
-                    assert (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride()), f"{s} {kwargs.keys()}"
+                    assert (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride()), (
+                        f"{s} {kwargs.keys()}"
+                    )
 
 
 def test_meta_tensors_give_shapes_without_any_work() -> None:
@@ -194,7 +205,12 @@ def test_the_other_functions_compile_without_a_graph_break(name: str) -> None:
     block = {
         "drop-in": lambda: attn_ext.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
         "packed": lambda: attn_ext.attention_varlen(
-            q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), cu_q, cu_k, causal="bottom_right"
+            q[0].transpose(0, 1),
+            k[0].transpose(0, 1),
+            v[0].transpose(0, 1),
+            cu_q,
+            cu_k,
+            causal="bottom_right",
         ),
         "weights": lambda: attn_ext.attention_weights(q, k, rows=[4, 1], causal="bottom_right"),
     }[name]
@@ -271,7 +287,7 @@ def test_compiled_code_under_autocast_equals_eager_code_under_autocast() -> None
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-2)
 
 
-# ---------------------------------------------------------------------------------------------- torch.export
+# ----------------------------------------------------------------------------------------------- torch.export
 
 
 class Block(torch.nn.Module):

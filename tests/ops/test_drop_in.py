@@ -33,7 +33,9 @@ def same_as_torch(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) ->
     """Values, shape and dtype as torch's, which computes here in fp64 for the truth."""
     actual = sdpa(q, k, v, *args, **kwargs)
     wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-    wide_kw = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in kwargs.items()}
+    wide_kw = {
+        n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in kwargs.items()
+    }
     expected = torch_sdpa(q.double(), k.double(), v.double(), *wide, **wide_kw)
     assert actual.shape == expected.shape and actual.dtype == q.dtype
     limit = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-10}[q.dtype]
@@ -112,7 +114,9 @@ def test_gradients_are_torchs_for_every_shape(shape: str) -> None:
     + [((2, 4, 5, 8), (2, 2, 7, 8), (2, 4, 7, 8)), ((2, 4, 5, 8), (2, 4, 7, 8), (2, 1, 7, 6))],
     ids=["3-D", "4-D", "5-D", "batch of one", "k and v with different heads", "one value head"],
 )
-def test_enable_gqa_shares_heads_as_torch_does(heads: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+def test_enable_gqa_shares_heads_as_torch_does(
+    heads: tuple[tuple[int, ...], ...], dtype: torch.dtype
+) -> None:
     q, k, v = (make(s, dtype, seed=i) for i, s in enumerate(heads))
     same_as_torch(q, k, v, enable_gqa=True)
     same_as_torch(q, k, v, enable_gqa=True, is_causal=True)
@@ -130,7 +134,8 @@ def test_grouped_heads_without_enable_gqa_are_refused_as_torch_refuses_them() ->
 
 @pytest.mark.isa_matrix
 @pytest.mark.parametrize(
-    "mask_shape", [(5, 7), (1, 7), (5, 1), (3, 5, 7), (3, 1, 7), (2, 1, 1, 7), (2, 3, 5, 7), (1, 3, 1, 1), (2, 1, 5, 7)]
+    "mask_shape",
+    [(5, 7), (1, 7), (5, 1), (3, 5, 7), (3, 1, 7), (2, 1, 1, 7), (2, 3, 5, 7), (1, 3, 1, 1), (2, 1, 5, 7)],
 )
 def test_attention_masks_of_every_shape_mean_what_they_mean_in_torch(mask_shape: tuple[int, ...]) -> None:
     q, k, v = make((2, 3, 5, 8), seed=1), make((2, 3, 7, 8), seed=2), make((2, 3, 7, 8), seed=3)
@@ -170,8 +175,14 @@ def test_causal_with_a_scale_of_zero_or_less_works(scale: float) -> None:
 def test_gradients_through_masks_and_options_are_torchs(grad: str) -> None:
     found = []
     for function in (sdpa, torch_sdpa):
-        tensors = {"q": make((2, 4, 5, 8), torch.float64, seed=1), "k": make((2, 2, 7, 8), torch.float64, seed=2)}
-        tensors |= {"v": make((2, 2, 7, 8), torch.float64, seed=3), "mask": make((4, 1, 7), torch.float64, seed=5)}
+        tensors = {
+            "q": make((2, 4, 5, 8), torch.float64, seed=1),
+            "k": make((2, 2, 7, 8), torch.float64, seed=2),
+        }
+        tensors |= {
+            "v": make((2, 2, 7, 8), torch.float64, seed=3),
+            "mask": make((4, 1, 7), torch.float64, seed=5),
+        }
         wanted = [x.requires_grad_(True) for name, x in tensors.items() if grad in (name, "all")]
         q, k, v, mask = tensors.values()
         out = function(q, k, v, mask, enable_gqa=True, scale=0.3)
@@ -185,7 +196,9 @@ def test_a_wholly_hidden_row_is_zero_as_in_torchs_fused_kernel() -> None:
     mask = torch.ones(3, 4, dtype=torch.bool)
     mask[1] = False
     assert (sdpa(q, k, v, mask)[:, :, 1] == 0).all()
-    torch.testing.assert_close(sdpa(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        sdpa(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask), rtol=0, atol=1e-6
+    )
 
 
 def test_calls_that_make_no_sense_raise() -> None:

@@ -82,7 +82,9 @@ def test_the_op_keeps_exactly_the_weights_philox_says(isa: str, seed: int, p: fl
     for b, h, lq, lk in ((2, 3, 5, 19), (1, 2, 40, 270)):
         expected = attn_ext.reference.dropout_keep(seed, b, h, lq, lk, p)
         assert torch.equal(kept_by_forward(seed, b, h, lq, lk, p), expected)
-        assert torch.equal(kept_by_forward(torch.tensor([seed]), b, h, lq, lk, p), expected), "seed of shape (1,)"
+        assert torch.equal(kept_by_forward(torch.tensor([seed]), b, h, lq, lk, p), expected), (
+            "seed of shape (1,)"
+        )
 
 
 @pytest.mark.isa_matrix
@@ -163,7 +165,9 @@ def test_manual_seed_repeats_the_mask_and_the_next_call_draws_another(grad: bool
     assert_same_bits(attn_ext.attention(q, k, v, dropout_p=0.5), second, "second call after the same seed")
     assert not torch.equal(seeded(attn_ext.attention, q, k, v, seed=6, dropout_p=0.5), first)
     with torch.no_grad():
-        assert_same_bits(seeded(attn_ext.attention, q, k, v, dropout_p=0.5), first, "same seed without gradients")
+        assert_same_bits(
+            seeded(attn_ext.attention, q, k, v, dropout_p=0.5), first, "same seed without gradients"
+        )
 
 
 def test_calls_without_dropout_leave_the_generator_alone() -> None:

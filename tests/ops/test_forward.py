@@ -46,7 +46,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-# ---------------------------------------------------------------------------------------------- the fixed matrix
+# ------------------------------------------------------------------------------------------- the fixed matrix
 
 
 @pytest.mark.isa_matrix
@@ -78,7 +78,9 @@ def test_reference_and_op_match_the_formula_written_out_in_loops(option: str) ->
         for who, function in (("reference", attn_ext.reference.attention), ("op", attn_ext.attention)):
             found = function(q, k, v, **options, return_lse=True, return_weights=True)
             for name, actual, truth in zip(("output", "lse", "weights"), found, expected, strict=True):
-                torch.testing.assert_close(actual.double(), truth, rtol=0, atol=1e-9, msg=f"{who}: {name} at {s}")
+                torch.testing.assert_close(
+                    actual.double(), truth, rtol=0, atol=1e-9, msg=f"{who}: {name} at {s}"
+                )
 
 
 @pytest.mark.isa_matrix
@@ -139,11 +141,13 @@ def test_ranks_three_to_five_are_the_same_computation(rank: int, dtype: torch.dt
     assert out.shape == (*batch, 4, 7, 6) and lse.shape == (*batch, 4, 7)
     check_forward(q, k, v, options)
     flat = {**options, "mask": mask.reshape(-1, 1, 7, 9), "bias": bias.reshape(-1, 4, 7, 9)}
-    as_four = attn_ext.attention(q.reshape(-1, 4, 7, 8), k.reshape(-1, 2, 9, 8), v.reshape(-1, 2, 9, 6), **flat)
+    as_four = attn_ext.attention(
+        q.reshape(-1, 4, 7, 8), k.reshape(-1, 2, 9, 8), v.reshape(-1, 2, 9, 6), **flat
+    )
     assert_same_bits(out, as_four.view(out.shape), "rank")
 
 
-# ---------------------------------------------------------------------------------------------- masks and biases
+# ------------------------------------------------------------------------------------------- masks and biases
 
 
 def broadcast_shapes(b: int, h: int, lq: int, lk: int) -> list[tuple[int, ...]]:
@@ -211,7 +215,9 @@ def test_masks_that_are_views_equal_their_contiguous_clone(view: str, kind: str,
 
 @pytest.mark.isa_matrix
 @pytest.mark.parametrize("bias_dtype", DTYPES, ids=DTYPE_IDS)
-def test_bias_of_any_float_dtype_is_used_in_its_own_precision(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+def test_bias_of_any_float_dtype_is_used_in_its_own_precision(
+    dtype: torch.dtype, bias_dtype: torch.dtype
+) -> None:
     s = Shape(2, 4, 2, 16, 16, 32)
     q, k, v = s.qkv(dtype)
     # 100.1 has no close bf16 neighbour: a bias rounded to q's dtype would be off by up to 0.4 in the exponent.
@@ -219,7 +225,9 @@ def test_bias_of_any_float_dtype_is_used_in_its_own_precision(dtype: torch.dtype
     for name in ("mask", "bias"):
         out = check_forward(q, k, v, {name: bias})
         exact = reference_call(q, k, v, {name: bias.double()}, torch.float64)
-        rounding = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4, torch.float64: 1e-4}[dtype]
+        rounding = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4, torch.float64: 1e-4}[
+            dtype
+        ]
         assert (out.double() - exact).abs().max() < rounding
 
 
@@ -297,7 +305,7 @@ def test_more_queries_than_keys_leaves_rows_dead_only_under_the_bottom_right_cor
     assert torch.isfinite(lse[0, 0, 3:]).all()
 
 
-# ---------------------------------------------------------------------------------------------- hand-made values
+# ------------------------------------------------------------------------------------------- hand-made values
 
 
 def test_output_for_scores_that_can_be_checked_with_a_pocket_calculator() -> None:
@@ -311,7 +319,9 @@ def test_output_for_scores_that_can_be_checked_with_a_pocket_calculator() -> Non
     ):
         for function in (attn_ext.attention, attn_ext.reference.attention):
             out = function(q, k, v, causal=True, scale=scale)
-            torch.testing.assert_close(out[0, 0], torch.tensor(expected, dtype=torch.float32), rtol=0, atol=2e-5)
+            torch.testing.assert_close(
+                out[0, 0], torch.tensor(expected, dtype=torch.float32), rtol=0, atol=2e-5
+            )
 
 
 def test_the_lse_is_the_natural_logarithm_of_the_sum_of_the_scaled_scores() -> None:
@@ -338,8 +348,12 @@ def test_alibi_takes_slope_times_distance_from_the_aligned_position() -> None:
     for head, slope in enumerate((0.5, 2.0)):
         expected = math.log(1 + math.exp(-slope) + math.exp(-2 * slope))
         assert lse[0, head, 0].item() == pytest.approx(expected, abs=1e-6)
-    lse = attn_ext.attention(q, k, k, alibi_slopes=torch.tensor([0.5, 2.0]), causal="top_left", return_lse=True)[1]
-    torch.testing.assert_close(lse, torch.zeros(1, 2, 1), rtol=0, atol=1e-6)  # sees key 0 alone, at distance 0
+    lse = attn_ext.attention(
+        q, k, k, alibi_slopes=torch.tensor([0.5, 2.0]), causal="top_left", return_lse=True
+    )[1]
+    torch.testing.assert_close(
+        lse, torch.zeros(1, 2, 1), rtol=0, atol=1e-6
+    )  # sees key 0 alone, at distance 0
 
 
 def test_grouped_heads_are_repeated_not_tiled() -> None:
@@ -352,16 +366,20 @@ def test_grouped_heads_are_repeated_not_tiled() -> None:
     repeated = attn_ext.attention(
         q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1), causal="bottom_right"
     )
-    torch.testing.assert_close(attn_ext.attention(q, k, v, causal="bottom_right"), repeated, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        attn_ext.attention(q, k, v, causal="bottom_right"), repeated, rtol=0, atol=1e-12
+    )
 
 
 def test_second_chunk_of_a_prompt_sees_the_prefix_and_not_its_own_future() -> None:
     v = torch.arange(1.0, 7.0).view(1, 1, 6, 1)
     out = attn_ext.attention(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 6, 1), v, causal="bottom_right")
-    torch.testing.assert_close(out.flatten(), torch.tensor([3.0, 3.5]))  # a top-left mask would give 1 and 1.5
+    torch.testing.assert_close(
+        out.flatten(), torch.tensor([3.0, 3.5])
+    )  # a top-left mask would give 1 and 1.5
 
 
-# ---------------------------------------------------------------------------------------------- dead rows, NaN, extremes
+# ----------------------------------------------------------------------------------- dead rows, NaN, extremes
 
 
 @pytest.mark.isa_matrix
@@ -379,7 +397,9 @@ def test_rows_that_see_no_key_are_exactly_zero_and_their_lse_is_minus_infinity(d
 
 
 @pytest.mark.isa_matrix
-def test_window_that_lies_wholly_in_the_padding_leaves_rows_dead_not_nan(isa: str, dtype: torch.dtype) -> None:
+def test_window_that_lies_wholly_in_the_padding_leaves_rows_dead_not_nan(
+    isa: str, dtype: torch.dtype
+) -> None:
     q, k, v = Shape(1, 2, 2, 16, 16, 8).qkv(dtype)
     for options in (
         {"mask": torch.arange(16) < 4},
@@ -397,7 +417,9 @@ def test_a_dead_row_with_a_sink_is_zero_and_its_lse_is_the_logit_of_the_sink(dty
     mask = torch.ones(3, 4, dtype=torch.bool)
     mask[1] = False
     sinks = torch.tensor([0.75, -3.0])
-    out, lse, weights = attn_ext.attention(q, k, v, mask=mask, sinks=sinks, return_lse=True, return_weights=True)
+    out, lse, weights = attn_ext.attention(
+        q, k, v, mask=mask, sinks=sinks, return_lse=True, return_weights=True
+    )
     assert (out[:, :, 1] == 0).all() and (weights[:, :, 1] == 0).all()
     torch.testing.assert_close(lse[0, :, 1].float(), sinks)
     assert (weights[:, :, 0].sum(-1) < 1).all()
@@ -408,7 +430,9 @@ POISON = {"NaN": math.nan, "infinity": math.inf, "minus infinity": -math.inf, "h
 
 @pytest.mark.isa_matrix
 @pytest.mark.parametrize("poison", POISON)
-@pytest.mark.parametrize("hidden_by", ["bool mask", "float mask", "bias", "causal", "window", "key lengths", "mixture"])
+@pytest.mark.parametrize(
+    "hidden_by", ["bool mask", "float mask", "bias", "causal", "window", "key lengths", "mixture"]
+)
 def test_a_hidden_key_touches_nothing_whatever_it_holds(isa: str, hidden_by: str, poison: str) -> None:
     for s in (Shape(2, 2, 1, 9, 11, 8), Shape(1, 2, 2, 100, 150, 20), Shape(1, 4, 2, 1, 300, 16)):
         dead = torch.arange(s.lk) % 3 == 1
@@ -465,7 +489,11 @@ def test_a_key_with_nan_spoils_only_the_rows_that_see_it(
 def test_nan_in_what_a_row_sees_stays_nan(isa: str, dtype: torch.dtype) -> None:
     q, k, v = (torch.full((2, 4, 16, 8), math.nan, dtype=dtype) for _ in range(3))
     assert torch.isnan(attn_ext.attention(q, k, v)).all()
-    q, k, v = make((1, 1, 4, 64), dtype, seed=1), make((1, 1, 16, 64), dtype, seed=2), make((1, 1, 16, 64), dtype)
+    q, k, v = (
+        make((1, 1, 4, 64), dtype, seed=1),
+        make((1, 1, 16, 64), dtype, seed=2),
+        make((1, 1, 16, 64), dtype),
+    )
     q[0, 0, 0, 0] = math.nan
     out, lse = attn_ext.attention(q, k, v, return_lse=True)
     assert torch.isnan(out[0, 0, 0]).all() and torch.isfinite(out[0, 0, 1:]).all()
@@ -512,7 +540,9 @@ def test_a_row_of_the_smallest_finite_bias_is_the_plain_mean(isa: str, dtype: to
         bias[1] = torch.finfo(torch.float32 if mask_dtype == torch.float64 else mask_dtype).min
         out = check_forward(q, k, v, {"bias": bias})
         mean = v.double().mean(-2)
-        assert (out[:, :, 1].double() - mean).abs().max() < {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
+        assert (out[:, :, 1].double() - mean).abs().max() < {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(
+            dtype, 1e-5
+        )
     # Two of them added, as a causal and a padding plane would be: still no -inf surprise.
     lowest = torch.full((3, 50), torch.finfo(torch.float32).min)
     both = attn_ext.attention(q, k, v, mask=lowest, bias=lowest)
@@ -593,7 +623,7 @@ def test_scale_zero_is_not_taken_for_no_scale(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), mean, rtol=0, atol=tolerance)
 
 
-# ---------------------------------------------------------------------------------------------- strides and sizes
+# ------------------------------------------------------------------------------------------ strides and sizes
 
 
 @pytest.mark.isa_matrix
@@ -682,14 +712,16 @@ def test_strides_that_reach_past_two_to_the_31_elements() -> None:
         near.insert(place, small)
         tensors = list(near)
         tensors[place] = far
-        assert_same_bits(attn_ext.attention(*tensors), attn_ext.attention(*near), f"argument {place} far apart")
+        assert_same_bits(
+            attn_ext.attention(*tensors), attn_ext.attention(*near), f"argument {place} far apart"
+        )
     q = small.clone().requires_grad_(True)
     (expected,) = torch.autograd.grad(attn_ext.attention(q, a, b), q, small)
     (actual,) = torch.autograd.grad(attn_ext.attention(q, a, b), q, far)
     assert_same_bits(actual, expected, "upstream gradient far apart")
 
 
-# ---------------------------------------------------------------------------------------------- one truth on every path
+# ------------------------------------------------------------------------------------ one truth on every path
 
 
 @pytest.mark.isa_matrix
@@ -698,7 +730,9 @@ def test_training_no_grad_and_inference_mode_give_the_same_bits(option: str) -> 
     s = Shape(2, 4, 2, 20, 35, 16)
     q, k, v = s.qkv()
     options = OPTIONS[option](s)
-    trained = attn_ext.attention(q.requires_grad_(True), k.requires_grad_(True), v.requires_grad_(True), **options)
+    trained = attn_ext.attention(
+        q.requires_grad_(True), k.requires_grad_(True), v.requires_grad_(True), **options
+    )
     assert trained.requires_grad
     with torch.no_grad():
         assert_same_bits(attn_ext.attention(q, k, v, **options), trained, "no_grad")
@@ -708,7 +742,9 @@ def test_training_no_grad_and_inference_mode_give_the_same_bits(option: str) -> 
         asked = attn_ext.attention(q, k, v, **options, return_lse=True, return_weights=True)
         assert_same_bits(asked[0], trained, "with lse and weights")
         assert_same_bits(
-            attn_ext.attention(q, k, v, **options, return_weights=True)[1], asked[2], "weights with and without lse"
+            attn_ext.attention(q, k, v, **options, return_weights=True)[1],
+            asked[2],
+            "weights with and without lse",
         )
 
 

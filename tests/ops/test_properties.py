@@ -55,9 +55,13 @@ def broadcastable(draw: st.DrawFn, s: Shape, kind: str) -> Tensor:
     stored = (*stored[:-1], stored[-1] * step)
     seed = draw(st.integers(0, 5))
     if kind == "bool":
-        tensor = torch.rand(stored, generator=torch.Generator().manual_seed(seed)) < draw(st.sampled_from([0.1, 0.5, 0.9]))
+        tensor = torch.rand(stored, generator=torch.Generator().manual_seed(seed)) < draw(
+            st.sampled_from([0.1, 0.5, 0.9])
+        )
     else:
-        tensor = make(stored, draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64])), seed=seed)
+        tensor = make(
+            stored, draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64])), seed=seed
+        )
         if kind == "hiding":
             holes = torch.rand(stored, generator=torch.Generator().manual_seed(seed)) < 0.3
             tensor = tensor.masked_fill(holes, -math.inf)
@@ -92,13 +96,17 @@ def calls(draw: st.DrawFn) -> tuple[Shape, torch.dtype, str, dict[str, Any]]:
         options["sinks"] = make((s.hq,), draw(st.sampled_from(DTYPES)), seed=1)
     if draw(st.booleans()):
         lengths = [draw(st.integers(0, s.lk)) for _ in range(s.b)]
-        options["key_lengths"] = torch.tensor(lengths, dtype=draw(st.sampled_from([torch.int64, torch.int32])))
+        options["key_lengths"] = torch.tensor(
+            lengths, dtype=draw(st.sampled_from([torch.int64, torch.int32]))
+        )
     return s, draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS)), options
 
 
 @hypothesis.given(calls())
 @hypothesis.settings(max_examples=250)
-def test_any_mixture_of_options_matches_the_reference(call: tuple[Shape, torch.dtype, str, dict[str, Any]]) -> None:
+def test_any_mixture_of_options_matches_the_reference(
+    call: tuple[Shape, torch.dtype, str, dict[str, Any]],
+) -> None:
     s, dtype, layout, options = call
     check_forward(*s.qkv(dtype, layout), options)
 
@@ -164,7 +172,9 @@ def test_outputs_lie_between_the_smallest_and_the_largest_value(sizes: tuple[int
 
 @hypothesis.given(SOME, st.integers(0, 1000))
 @hypothesis.settings(max_examples=40)
-def test_shuffling_the_keys_together_with_the_values_changes_nothing(sizes: tuple[int, int, int], seed: int) -> None:
+def test_shuffling_the_keys_together_with_the_values_changes_nothing(
+    sizes: tuple[int, int, int], seed: int
+) -> None:
     q, k, v = Shape(1, 2, 1, *sizes).qkv(torch.float64)
     order = torch.randperm(sizes[1], generator=torch.Generator().manual_seed(seed))
     mask = random_bool(sizes[0], sizes[1])
@@ -184,10 +194,14 @@ def test_shuffling_the_queries_shuffles_the_rows_bit_for_bit(sizes: tuple[int, i
 
 @hypothesis.given(SOME, st.floats(-50, 50))
 @hypothesis.settings(max_examples=40)
-def test_adding_a_constant_to_all_scores_of_a_row_moves_only_its_lse(sizes: tuple[int, int, int], by: float) -> None:
+def test_adding_a_constant_to_all_scores_of_a_row_moves_only_its_lse(
+    sizes: tuple[int, int, int], by: float
+) -> None:
     q, k, v = Shape(1, 2, 1, *sizes).qkv(torch.float64)
     out, lse = attn_ext.attention(q, k, v, return_lse=True)
-    moved, moved_lse = attn_ext.attention(q, k, v, bias=torch.full((1,), by, dtype=torch.float64), return_lse=True)
+    moved, moved_lse = attn_ext.attention(
+        q, k, v, bias=torch.full((1,), by, dtype=torch.float64), return_lse=True
+    )
     torch.testing.assert_close(moved, out, rtol=0, atol=1e-10)
     torch.testing.assert_close(moved_lse, lse + by, rtol=0, atol=1e-10)
 

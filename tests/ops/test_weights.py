@@ -63,7 +63,9 @@ def test_rows_sum_to_one_unless_a_sink_or_a_dead_row_takes_the_rest(isa: str, dt
 
 
 @pytest.mark.isa_matrix
-@pytest.mark.parametrize("option", ["plain", "causal bottom-right", "window both sides", "everything at once"])
+@pytest.mark.parametrize(
+    "option", ["plain", "causal bottom-right", "window both sides", "everything at once"]
+)
 def test_some_rows_and_heads_equal_the_same_rows_and_heads_of_all(isa: str, option: str) -> None:
     q, k, _ = SOME.qkv()
     options = OPTIONS[option](SOME)
@@ -89,13 +91,19 @@ def test_rows_outside_the_queries_and_heads_outside_the_heads_are_refused() -> N
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=["3-D", "4-D", "5-D"])
 def test_weights_of_every_rank(batch: tuple[int, ...]) -> None:
-    q, k, v = make((*batch, 4, 5, 8), seed=1), make((*batch, 2, 7, 8), seed=2), make((*batch, 2, 7, 8), seed=3)
+    q, k, v = (
+        make((*batch, 4, 5, 8), seed=1),
+        make((*batch, 2, 7, 8), seed=2),
+        make((*batch, 2, 7, 8), seed=3),
+    )
     for options in ({}, {"mask": random_bool(*batch, 1, 5, 7), "bias": make((5, 7), seed=6)}):
         weights = attn_ext.attention(q, k, v, **options, return_weights=True)[1]
         assert weights.shape == (*batch, 4, 5, 7)
         expected = attn_ext.reference.attention_weights(q, k, **options)
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(attn_ext.attention_weights(q, k, rows=[4], **options), expected[..., 4:, :])
+        torch.testing.assert_close(
+            attn_ext.attention_weights(q, k, rows=[4], **options), expected[..., 4:, :]
+        )
 
 
 @pytest.mark.isa_matrix
@@ -132,7 +140,9 @@ def test_hidden_keys_have_weight_exactly_zero_whatever_they_hold(isa: str) -> No
         for poison in (math.nan, math.inf):
             spoiled = k.clone()
             spoiled[:, :, unseen] = poison
-            assert_same_bits(attn_ext.attention_weights(q, spoiled, **options), clean, f"{poison} in hidden keys")
+            assert_same_bits(
+                attn_ext.attention_weights(q, spoiled, **options), clean, f"{poison} in hidden keys"
+            )
 
 
 def test_weights_are_those_before_dropout() -> None:
@@ -155,7 +165,9 @@ def test_results_come_in_the_order_output_lse_weights() -> None:
         assert_same_bits(actual, expected, "the same result asked for in another way")
 
 
-@pytest.mark.parametrize("option", ["plain", "float mask and bias", "sinks with dead rows", "softcap and bias"])
+@pytest.mark.parametrize(
+    "option", ["plain", "float mask and bias", "sinks with dead rows", "softcap and bias"]
+)
 def test_weights_are_differentiable_or_raise_but_are_never_silently_cut(option: str) -> None:
     s = Shape(2, 4, 2, 5, 7, 8)
     found = []

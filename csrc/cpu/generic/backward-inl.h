@@ -186,7 +186,7 @@ class BackwardWorker {
     cap_tile_ = carve.take<T>(p_.softcap != 0.0 ? kRows * kTileStride : 0);
     buffers_.numbers = carve.take<T>(kKeys);
     buffers_.bytes = carve.take<uint8_t>(kKeys);
-    keep_ = carve.take<uint8_t>(kKeys);
+    keep_ = carve.take<uint8_t>(kKeys + 8);
     hidden_ = carve.take<uint8_t>(kRows * kTileStride);
     return carve.used();
   }
@@ -252,12 +252,13 @@ class BackwardWorker {
   void weights_and_scores(int64_t r, const Stretch& s, T max, T sum, T delta) {
     T* p = p_tile_ + r * kTileStride;
     T* ds = ds_tile_ + r * kTileStride;
-    const int64_t count = s.to - s.start;  // from from_ on
+    const int64_t count = s.to - s.start;
     const V m = V::broadcast(max == -kInfinity<T> ? T(0) : max), c = V::broadcast(units_.c);
     const V inverse = V::broadcast(sum == T(0) ? T(0) : T(1) / sum), minus = V::broadcast(delta);
     if (p_.dropout) {
-      dropout_keep(p_.dropout_seed, p_.dropout_threshold, row_[r].b, row_[r].h, row_[r].i, s.from, s.to - s.from,
-                   keep_ + from_);
+      const int64_t first = from_ / 8 * 8;  // random bits come for eight keys at a time; key blocks start at such keys
+      dropout_keep(p_.dropout_seed, p_.dropout_threshold, row_[r].b, row_[r].h, row_[r].i, s.start + first,
+                   count - first, keep_ + first);
     }
     const V drop_scale = V::broadcast(static_cast<T>(p_.dropout_scale)), none = V::zero();
     const V minus_infinity = V::broadcast(-kInfinity<T>);

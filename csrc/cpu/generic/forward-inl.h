@@ -100,7 +100,7 @@ class ForwardWorker {
     second_ = {carve.take<T>(more), carve.take<T>(more), carve.take<T>(more * padded_dv_)};
     buffers_.numbers = carve.take<T>(keys);
     buffers_.bytes = carve.take<uint8_t>(keys);
-    keep_ = carve.take<uint8_t>(keys);
+    keep_ = carve.take<uint8_t>(keys + 8);
     hidden_ = carve.take<uint8_t>(block_rows * keys);
     return carve.used();
   }
@@ -305,11 +305,12 @@ class ForwardWorker {
   }
 
   void drop(int64_t r, const Stretch& s, T* x) {
-    dropout_keep(p_.dropout_seed, p_.dropout_threshold, row_[r].b, row_[r].h, row_[r].i, s.from, s.to - s.from, keep_);
+    const int64_t first = s.from / 8 * 8;  // random bits come for eight keys at a time
+    dropout_keep(p_.dropout_seed, p_.dropout_threshold, row_[r].b, row_[r].h, row_[r].i, first, s.to - first, keep_);
     const V scale = V::broadcast(static_cast<T>(p_.dropout_scale));
-    for (int64_t j = 0; j < s.to - s.from; j += N) {
-      T* at = x + (s.from - s.start) + j;
-      V::select(V::nonzero_bytes(keep_ + j), V::load(at) * scale, V::zero()).store(at);
+    for (int64_t j = s.from; j < s.to; j += N) {
+      T* at = x + (j - s.start);
+      V::select(V::nonzero_bytes(keep_ + (j - first)), V::load(at) * scale, V::zero()).store(at);
     }
   }
 
