@@ -491,8 +491,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         "Time of one call: median ± half the spread from the 20th to the 80th percentile. B,Hq/Hkv,Lq×Lk,D/Dv. "
         "flops: 4·B·Hq·Lq·Lk·(D+Dv)/2 of visible scores (causal: half), backward 2.5 ×.",
         "torch: F.scaled_dot_product_attention; ᵐ with the options as one ready-made mask; ᶠ the plain formula, where "
-        "SDPA lacks the option. ratio: torch's time over ours. MB: what the call returns; + what the peak of memory rises "
-        "by beyond that (backward rows: with their forward pass).",
+        "SDPA lacks the option. ratio: torch's time over ours. MB: what the call returns; + what the peak of memory "
+        "rises by beyond that (backward rows: with their forward pass).",
     ]
     first, last = result["ceilings"]["before"], result["ceilings"]["after"]
     if first:
