@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ext import reference
 from attn_ext._load import _C
 
 
@@ -38,23 +37,13 @@ class Plan:
         return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
-    **options: Any,
-) -> Plan:
-    """Tells how `attention(q, k, v, …)` would run, without running it.
+def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
+    """Tells how `attention(q, k, v, **options)` would run, without running it.
 
     Args:
         q: (B, Hq, Lq, D), or (Hq, Lq, D), or with two batch dims.
         k: (B, Hkv, Lk, D).
         v: (B, Hkv, Lk, Dv).
-        causal, window, key_lengths: as in `attention`.
         **options: the other arguments of `attention`.
 
     Returns:
@@ -65,47 +54,55 @@ def explain(
     """
     from attn_ext.ops import _differentiating, attention
 
-    with torch.no_grad():  # the front door's own checks, on no rows at all
-        attention(
-            q[..., :0, :],
-            k,
-            v,
-            **{n: x for n, x in options.items() if n in ("scale", "softcap", "dropout_p")},
-        )
+    # The call itself, on tensors without data: all its checks and none of its work.
+    without_data = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in options.items()}
+    with torch.no_grad():
+        attention(q.to("meta"), k.to("meta"), v.to("meta"), **without_data)
+
+    given = {
+        n: x
+        for n, x in options.items()
+        if isinstance(x, Tensor) or (x is not None and x is not False and x != 0)
+    }
+    if _differentiating(q, k, v, *(x for x in given.values() if isinstance(x, Tensor))):
+        kernel, why = "attention_forward", "a gradient is asked for: row statistics are kept for the backward"
+    elif given.keys() <= {"causal", "scale"}:
+        kernel, why = "attention_inference", "no gradient and no option beyond a corner and a scale"
+    else:
+        kernel, why = "attention_forward", "set beyond a corner and a scale: " + ", ".join(sorted(given))
     plan = _C.plan_forward(
         q.shape[:-3].numel(), q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1],
         str(q.dtype).removeprefix("torch."), torch.get_num_threads(),
     )  # fmt: skip
-    seen = reference.visible(q.shape[-2], k.shape[-2], causal=causal, window=window, key_lengths=key_lengths)
-    heads = q.shape[:-2].numel()
-    if seen is None:
-        scores = heads * q.shape[-2] * k.shape[-2]
-    else:
-        scores = int(seen.sum()) * heads // (seen.shape[0] if seen.dim() > 2 else 1)
-    learned = [
-        t for t in (q, k, v, options.get("bias"), options.get("mask"), options.get("sinks")) if t is not None
-    ]
-    plain = not any(
-        x is not None and x is not False and x != 0 for x in options.values() if not isinstance(x, Tensor)
-    )
-    plain = (
-        plain
-        and window is None
-        and key_lengths is None
-        and not any(isinstance(x, Tensor) for x in options.values())
-    )
-    if _differentiating(*learned):
-        kernel, why = "attention_forward", "a gradient is asked for: row statistics are kept for the backward"
-    elif plain:
-        kernel, why = "attention_inference", "no gradient and no option beyond a corner and a scale"
-    else:
-        kernel, why = "attention_forward", "options beyond a corner and a scale are set"
+    out_bytes = q.shape[:-1].numel() * v.shape[-1] * q.element_size()
     return Plan(
         kernel=kernel,
         why=why,
         isa=_C.active_isa(),
-        flops=2 * scores * (q.shape[-1] + v.shape[-1]),
-        bytes=sum(t.numel() * t.element_size() for t in (q, k, v))
-        + q.shape[:-1].numel() * v.shape[-1] * q.element_size(),
+        flops=2 * _visible_scores(q, k, **options) * (q.shape[-1] + v.shape[-1]),
+        bytes=sum(t.numel() * t.element_size() for t in (q, k, v)) + out_bytes,
         **plan,
     )
+
+
+def _visible_scores(
+    q: Tensor,
+    k: Tensor,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Tensor | None = None,
+    **_: Any,
+) -> int:
+    """How many (query, key) pairs of all batch entries and heads may see one another by position."""
+    Lq, Lk = q.shape[-2], k.shape[-2]
+    batch, heads = q.shape[:-3].numel(), q.shape[-3]
+    center = torch.arange(Lq) + (0 if causal == "top_left" else Lk - Lq)
+    lengths = torch.full((batch,), Lk) if key_lengths is None else key_lengths.reshape(-1).cpu()
+    left, right = window or (None, None)
+    first = torch.zeros_like(center) if left is None else (center - left).clamp(min=0)
+    end = lengths[:, None].expand(batch, Lq)
+    if causal:
+        end = torch.minimum(end, center + 1)
+    if right is not None:
+        end = torch.minimum(end, center + right + 1)
+    return int((end - first).clamp(min=0).sum()) * heads

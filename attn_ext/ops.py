@@ -641,7 +641,7 @@ def _gradients(
     if torch.is_grad_enabled() and not _compiling():  # create_graph: a derivative of this one may follow
         return _unfused_gradients(q, k, v, options, grad_out, grad_lse, needs)
     if grad_out is None:
-        grad_out = torch.zeros_like(out)
+        grad_out = out.new_zeros(()).expand(out.shape)
     asked = sum(bit << n for n, bit in enumerate(needs))
     grads = _backward(grad_out, grad_lse, q, k, v, out, row_max, row_sum, *options, asked)
     return [g if needed else None for g, needed in zip(grads, needs, strict=True)]
@@ -830,7 +830,17 @@ def _fake_inference(q: Tensor, k: Tensor, v: Tensor, causal: int, scale: float |
 @torch.library.register_fake("attn_ext::attention_forward")
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     _check_fake("attention_forward", q, k, v)
-    packed = _Options(*rest).cu_seqlens_q is not None
+    options = _Options(*rest)
+    packed = options.cu_seqlens_q is not None
+    target = (*q.shape[:-1], k.shape[-2])
+    for name, t in (("mask", options.mask), ("bias", options.bias), ("bias", options.bias2)):
+        if t is None:
+            continue
+        sizes = (1,) * (len(target) - t.dim()) + tuple(t.shape)
+        if t.dim() > len(target) or any(a != b and a != 1 for a, b in zip(sizes, target, strict=False)):
+            raise ValueError(
+                f"attn_ext.attention_forward: {name} {tuple(t.shape)} must broadcast to {target}"
+            )
     return (_empty_in_order_of(q, v.shape[-1]), *(_statistics(q, packed) for _ in range(3)))
 
 

@@ -14,6 +14,7 @@
 
 #include "checks.h"
 #include "cpu/dispatch.h"
+#include "cpu/problem.h"
 #include "cpu/storage.h"
 #include "params.h"
 #include "torch_parallel.h"
@@ -395,11 +396,14 @@ Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) {
   return empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), type);
 }
 
-Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type) {
-  Tensor t = empty(sizes, type);
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(t.get()));
+// Fills a dense tensor with zeros, without torch's thread pool: that one hangs in a forked child.
+Tensor zeroed(Tensor t) {
+  if (t.numel() > 0)
+    std::memset(t.data_ptr(), 0, static_cast<size_t>(t.numel() * cpu::size_of(dtype_of(t.scalar_type()))));
   return t;
 }
+
+Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type) { return zeroed(empty(sizes, type)); }
 
 std::vector<int64_t> sizes_of(const Tensor& t) {
   std::vector<int64_t> sizes;
@@ -432,11 +436,7 @@ Tensor empty_in_order_of(const Tensor& like, int64_t width) {
   return empty_strided(static_cast<int64_t>(rank), sizes.data(), strides.data(), like.scalar_type());
 }
 
-Tensor zeros_in_order_of(const Tensor& like, int64_t width) {
-  Tensor t = empty_in_order_of(like, width);
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(t.get()));
-  return t;
-}
+Tensor zeros_in_order_of(const Tensor& like, int64_t width) { return zeroed(empty_in_order_of(like, width)); }
 
 // (…, Hq, Lq), or (Hq, total) for packed calls.
 std::vector<int64_t> statistics_sizes(const Call& call, const Tensor& q) {
@@ -454,6 +454,23 @@ RowView row_view_of(const Call& call, const AttentionParams& p, const Tensor& t)
   return rows;
 }
 
+// A contiguous copy, likewise without torch's thread pool.
+Tensor contiguous_rows(const Tensor& t) {
+  const std::vector<int64_t> sizes = sizes_of(t);
+  Tensor copy = empty(sizes, t.scalar_type());
+  const auto element = static_cast<size_t>(cpu::size_of(dtype_of(t.scalar_type())));
+  const auto* from = static_cast<const char*>(t.data_ptr());
+  auto* to = static_cast<char*>(copy.data_ptr());
+  std::vector<int64_t> index(sizes.size());
+  for (int64_t n = 0, total = copy.numel(); n < total; ++n, to += element) {
+    int64_t offset = 0;
+    for (size_t d = 0; d < index.size(); ++d) offset += index[d] * t.stride(static_cast<int64_t>(d));
+    std::memcpy(to, from + offset * static_cast<int64_t>(element), element);
+    for (size_t d = index.size(); d-- > 0 && ++index[d] == sizes[d];) index[d] = 0;
+  }
+  return copy;
+}
+
 // Statistics that came in: of the right dtype and shape, contiguous.
 Tensor checked_statistics(const Call& call, const Tensor& q, const char* name, const Tensor& t) {
   expect_cpu(call.op, name, t);
@@ -462,7 +479,7 @@ Tensor checked_statistics(const Call& call, const Tensor& q, const char* name, c
   const std::vector<int64_t> sizes = statistics_sizes(call, q);
   ATTN_EXT_EXPECT(sizes_of(t) == sizes, call.op, name, " must have one number a row of q ", shape_string(q),
                   ", not shape ", shape_string(t));
-  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+  return t.is_contiguous() ? t : contiguous_rows(t);
 }
 
 // Whether there is any row to compute.

@@ -1,5 +1,5 @@
-// Measures peak FMA, peak bf16 dot product and read bandwidth. Each kernel below is compiled for its own instruction set by
-// a target attribute and runs only after the CPU and the OS (XGETBV, inside __builtin_cpu_supports) were asked.
+// Measures peak FMA, peak bf16 dot product and read bandwidth. Each kernel below is compiled for its own instruction
+// set by a target attribute and runs only after the CPU and the OS (XGETBV, in __builtin_cpu_supports) were asked.
 #include "ceilings.h"
 
 #include <algorithm>
@@ -114,10 +114,10 @@ void check_common(const char* who, int threads, double seconds) {
 
 // ---- 2. Peak FMA ---------------------------------------------------------------------------------------------------
 
-// Runs `rounds` rounds of `kChains` independent multiply-adds, x ← x·m + a, over registers and returns a sum of all x, so
-// that none of it is dead. The chains start at different values and m, a come from memory: nothing folds, and with m = a = ½ each
-// x tends to 1, never to a denormal, NaN or Inf. kChains covers latency × ports (4 × 2 on x86, 4 × 4 on wide ARM cores),
-// and leaves two registers for m and a.
+// Runs `rounds` rounds of `kChains` independent multiply-adds, x ← x·m + a, over registers and returns a sum of all x,
+// so that none of it is dead. The chains start at different values and m, a come from memory: nothing folds, and with
+// m = a = ½ each x tends to 1, never to a denormal, NaN or Inf. kChains covers latency × ports (4 × 2 on x86, 4 × 4 on
+// wide ARM cores), and leaves two registers for m and a.
 template <class T>
 using FmaKernel = double (*)(int64_t rounds, const T* m_and_a);
 
@@ -213,8 +213,8 @@ double kernel_gflops(FmaKernel<T> kernel, double flops_per_round, int threads, d
 // ---- 3. Peak bf16 dot product --------------------------------------------------------------------------------------
 
 #if defined(__x86_64__)
-// The same kernel over x ← x + Σ of two products a lane. A float ½ read as two bf16 numbers is (0, ½), so x grows by ¼ a
-// round and stays a normal number for all rounds of a chunk.
+// The same kernel over x ← x + Σ of two products a lane. A float ½ read as two bf16 numbers is (0, ½), so x grows by ¼
+// a round and stays a normal number for all rounds of a chunk.
 #define ATTN_EXT_BF16 __attribute__((target("avx512f,avx512bf16")))
 ATTN_EXT_BF16 inline __m512 dot_bf16(__m512 x, __m512 m, __m512 a) {
   return _mm512_dpbf16_ps(x, (__m512bh)m, (__m512bh)a);
@@ -227,8 +227,8 @@ ATTN_EXT_FMA_KERNEL(dot_bf16_avx512, ATTN_EXT_BF16, float, __m512, 16, _mm512_se
 constexpr int64_t kStreams = 4;              // places of a buffer read side by side, as K and V of two heads would be
 constexpr int64_t kSliceBytes = 256 * 1024;  // of each stream, read between two looks at the clock
 
-// How far ahead of its loads each stream prefetches. What is best differs from machine to machine (0: the hardware's own
-// prefetchers alone), so each is measured and the fastest is the ceiling.
+// How far ahead of its loads each stream prefetches. What is best differs from machine to machine (0: the hardware's
+// own prefetchers alone), so each is measured and the fastest is the ceiling.
 constexpr int64_t kPrefetchBytes[] = {0, 2048, 8192};
 constexpr int64_t kFarthestPrefetch = 8192;
 

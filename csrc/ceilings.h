@@ -8,21 +8,21 @@
 namespace attn_ext::ceilings {
 
 // All three start `threads` threads of their own, keep them busy for about `seconds` and return the median over several
-// short windows of the rate of all threads together. std::invalid_argument where threads is outside 1 … 4096, seconds is
-// not in (0, 60] or another argument makes no sense.
+// short windows of the rate of all threads together. std::invalid_argument where threads is outside 1 … 4096, seconds
+// is not in (0, 60] or another argument makes no sense.
 
-// Returns the multiply-adds of registers alone, in GFLOP/s (a multiply-add counts two), with the widest FMA this CPU and
-// OS offer: avx512f, avx2 + fma, NEON, or whatever the compiler makes of plain vectors elsewhere. dtype is "float32" or
-// "float64".
+// Returns the multiply-adds of registers alone, in GFLOP/s (a multiply-add counts two), with the widest FMA this
+// CPU and OS offer: avx512f, avx2 + fma, NEON, or what the compiler makes of plain vectors elsewhere. dtype is
+// "float32" or "float64".
 double measure_fma_peak(int threads, double seconds, const std::string& dtype);
 
 // Returns the same for the bf16 dot product (VDPBF16PS: 32 products summed into 16 floats, 64 flops), or nothing where
 // the CPU or the compiler has none.
 std::optional<double> measure_bf16_peak(int threads, double seconds);
 
-// Returns how fast memory is read, in GB/s (1e9 bytes), by the best of a few ways to prefetch. Each thread reads its own
-// buffer of `bytes_per_thread` over and over, so that number, 1 MiB at least, should be far beyond the last-level cache's
-// share of a thread.
+// Returns how fast memory is read, in GB/s (1e9 bytes), by the best of a few ways to prefetch. Each thread reads its
+// own buffer of `bytes_per_thread` over and over, so that number, 1 MiB at least, should be far beyond the last-level
+// cache's share of a thread.
 double measure_read_bandwidth(int threads, int64_t bytes_per_thread, double seconds);
 
 }  // namespace attn_ext::ceilings

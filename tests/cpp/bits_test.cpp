@@ -71,7 +71,7 @@ TEST(threads, segments) {
     return cpu::plan_forward(p, 2).segments > 1 && cpu::plan_forward(p, 5).threads > 2;
   };
   for (const DType dtype : kDTypes) {
-    check_threads({.name = "segments", .dtype = dtype, .Lq = 3, .Lk = 2500, .D = 33, .Dv = 40}, reaches);
+    check_threads({.name = "segments", .dtype = dtype, .Lq = 4, .Lk = 3000, .D = 33, .Dv = 40}, reaches);
     check_threads({.name = "segments",
                    .dtype = dtype,
                    .Hq = 3,

@@ -80,6 +80,8 @@ TEST(lengths, empty) {
     check_case({.name = "no keys, mask and bias", .dtype = dtype, .Lq = 5, .Lk = 0, .mask = "ij", .bias = {"ij", "j"}});
     check_case({.name = "no queries", .dtype = dtype, .Lq = 0, .Lk = 5});
     check_case({.name = "no values", .dtype = dtype, .Lq = 5, .Lk = 7, .Dv = 0, .bias = {"ij"}});
+    check_case(
+        {.name = "no values", .dtype = dtype, .Hq = 4, .Hkv = 2, .Lq = 100, .Lk = 300, .Dv = 0, .grad_lse = true});
     check_case({.name = "no batch", .dtype = dtype, .B1 = 0});
   }
 }

@@ -425,6 +425,26 @@ ReferenceRow reference_row(const Problem& problem, int64_t b, int64_t h, int64_t
   return row;
 }
 
+// The rounding of one number as it is stored.
+double rounding(DType dtype) {
+  switch (dtype) {
+    case DType::float64:
+      return 0x1p-53;
+    case DType::float32:
+      return 0x1p-24;
+    case DType::bfloat16:
+      return 0x1p-8;
+    default:
+      return 0x1p-11;
+  }
+}
+
+// What sums and scores on the way may be off by.
+double computing(DType dtype) { return dtype == DType::float64 ? 2e-14 : 1e-5; }
+
+// The smallest weight that is not 0.
+double smallest(DType dtype) { return dtype == DType::float64 ? 0x1p-1022 : 0x1p-126; }
+
 }  // namespace
 
 Forward reference_forward(const Problem& problem) {
@@ -476,57 +496,86 @@ Tensor reference_weights(const Problem& problem) {
   return weights;
 }
 
-Gradients reference_backward(const Problem& problem, const Tensor& out) {
+Gradients reference_backward(const Problem& problem, const Tensor& out, Gradients& sums) {
   const Case& c = problem.c;
   Gradients g;
-  const auto zeros = [](const Tensor::Index& sizes) {
-    Tensor t(DType::float64, sizes);
-    t.fill(0);
-    return t;
-  };
-  g.dq = zeros(problem.q.sizes());
-  g.dk = zeros(problem.k.sizes());
-  g.dv = zeros(problem.v.sizes());
-  for (int n = 0; n < kMaxBiases; ++n) {
-    if (problem.bias[n]) g.dbias[n] = zeros(problem.bias[n].sizes());
+  for (Gradients* each : {&g, &sums}) {
+    const auto zeros = [](const Tensor::Index& sizes) {
+      Tensor t(DType::float64, sizes);
+      t.fill(0);
+      return t;
+    };
+    each->dq = zeros(problem.q.sizes());
+    each->dk = zeros(problem.k.sizes());
+    each->dv = zeros(problem.v.sizes());
+    for (int n = 0; n < kMaxBiases; ++n) {
+      if (problem.bias[n]) each->dbias[n] = zeros(problem.bias[n].sizes());
+    }
+    if (c.sinks) each->dsinks = zeros({1, 1, c.Hq, 1, 1});
   }
-  if (c.sinks) g.dsinks = zeros({1, 1, c.Hq, 1, 1});
-  const auto add = [&](Tensor& t, const std::vector<int64_t>& starts, int64_t b, int64_t h, int64_t l, int64_t d,
-                       double x) { put(t, c, starts, b, h, l, d, at(t, c, starts, b, h, l, d) + x); };
+  // Weights below the smallest normal number become 0.
+  const double least = smallest(c.dtype) / computing(c.dtype);
+  // A term and its size.
+  struct Term {
+    double x, size;
+  };
+  const auto add = [&](Tensor Gradients::*which, const std::vector<int64_t>& starts, int64_t b, int64_t h, int64_t l,
+                       int64_t d, Term term) {
+    put(g.*which, c, starts, b, h, l, d, at(g.*which, c, starts, b, h, l, d) + term.x);
+    put(sums.*which, c, starts, b, h, l, d, at(sums.*which, c, starts, b, h, l, d) + term.size);
+  };
   for (int64_t b = 0; b < problem.batch; ++b) {
+    const int64_t b0 = b / c.B1, b1 = b % c.B1;
     for (int64_t h = 0; h < c.Hq; ++h) {
       const int64_t hkv = h / (c.Hq / c.Hkv);
       for (int64_t i = 0; i < problem.Lq(b); ++i) {
         const ReferenceRow row = reference_row(problem, b, h, i);
         if (row.dead && !c.sinks) continue;
         std::vector<double> go(static_cast<size_t>(c.Dv));
-        double delta = 0;
+        Term delta{0, 0};
         for (int64_t d = 0; d < c.Dv; ++d) {
           go[static_cast<size_t>(d)] = at(problem.grad_out, c, c.cu_q, b, h, i, d);
-          if (!row.dead) delta += go[static_cast<size_t>(d)] * at(out, c, c.cu_q, b, h, i, d);
+          if (row.dead) continue;
+          const double x = go[static_cast<size_t>(d)] * at(out, c, c.cu_q, b, h, i, d);
+          delta.x += x;
+          delta.size += std::fabs(x);
         }
-        if (problem.grad_lse) delta -= row_at(problem.grad_lse, c, b, h, i);
+        if (problem.grad_lse) {
+          const double x = row_at(problem.grad_lse, c, b, h, i);
+          delta.x -= x;
+          delta.size += std::fabs(x);
+        }
         if (c.sinks) {
           const double weight = std::exp(problem.sinks[static_cast<size_t>(h)] - row.lse);
-          g.dsinks.set(0, 0, h, 0, 0, g.dsinks.get(0, 0, h, 0, 0) - weight * delta);
+          g.dsinks.set(0, 0, h, 0, 0, g.dsinks.get(0, 0, h, 0, 0) - weight * delta.x);
+          sums.dsinks.set(0, 0, h, 0, 0, sums.dsinks.get(0, 0, h, 0, 0) + weight * delta.size);
         }
         for (int64_t j = 0; j < problem.Lk(b); ++j) {
           const auto n = static_cast<size_t>(j);
           if (!row.visible[n]) continue;
-          double dp = 0;
+          Term dp{0, 0};
           for (int64_t d = 0; d < c.Dv; ++d) {
-            dp += go[static_cast<size_t>(d)] * at(problem.v, c, c.cu_k, b, hkv, j, d);
-            add(g.dv, c.cu_k, b, hkv, j, d, row.weight[n] * row.kept[n] * go[static_cast<size_t>(d)]);
+            const double x = go[static_cast<size_t>(d)] * at(problem.v, c, c.cu_k, b, hkv, j, d);
+            dp.x += x;
+            dp.size += std::fabs(x);
+            const double term = row.weight[n] * row.kept[n] * go[static_cast<size_t>(d)];
+            const double size = (row.weight[n] + least) * row.kept[n] * std::fabs(go[static_cast<size_t>(d)]);
+            add(&Gradients::dv, c.cu_k, b, hkv, j, d, {term, size});
           }
-          const double ds = row.weight[n] * ((row.kept[n] == 0 ? 0 : dp * row.kept[n]) - delta);
+          if (row.kept[n] == 0) dp = {0, 0};  // whatever it was
+          const Term ds{row.weight[n] * (dp.x * row.kept[n] - delta.x),
+                        (row.weight[n] + least) * (dp.size * row.kept[n] + delta.size)};
           for (int m = 0; m < kMaxBiases; ++m) {
             if (!g.dbias[m]) continue;
-            g.dbias[m].set(b / c.B1, b % c.B1, h, i, j, g.dbias[m].get(b / c.B1, b % c.B1, h, i, j) + ds);
+            g.dbias[m].set(b0, b1, h, i, j, g.dbias[m].get(b0, b1, h, i, j) + ds.x);
+            sums.dbias[m].set(b0, b1, h, i, j, sums.dbias[m].get(b0, b1, h, i, j) + ds.size);
           }
-          const double dz = ds * row.derivative[n] * problem.scale;
           for (int64_t d = 0; d < c.D; ++d) {
-            add(g.dq, c.cu_q, b, h, i, d, dz * at(problem.k, c, c.cu_k, b, hkv, j, d));
-            add(g.dk, c.cu_k, b, hkv, j, d, dz * at(problem.q, c, c.cu_q, b, h, i, d));
+            const double by_k = problem.scale * at(problem.k, c, c.cu_k, b, hkv, j, d);
+            const double by_q = problem.scale * at(problem.q, c, c.cu_q, b, h, i, d);
+            const double dx = ds.x * row.derivative[n];  // which is a difference itself: 1 - tanh²
+            add(&Gradients::dq, c.cu_q, b, h, i, d, {dx * by_k, ds.size * std::fabs(by_k)});
+            add(&Gradients::dk, c.cu_k, b, hkv, j, d, {dx * by_q, ds.size * std::fabs(by_q)});
           }
         }
       }
@@ -537,56 +586,50 @@ Gradients reference_backward(const Problem& problem, const Tensor& out) {
 
 namespace {
 
-// The rounding of one number as it is stored.
-double rounding(DType dtype) {
-  switch (dtype) {
-    case DType::float64:
-      return 0x1p-53;
-    case DType::float32:
-      return 0x1p-24;
-    case DType::bfloat16:
-      return 0x1p-8;
-    default:
-      return 0x1p-11;
-  }
+Tolerance tolerance_of(DType stored, DType computed) {
+  return {1.01 * rounding(stored), computing(computed), stored == DType::float16 ? 0x1p-25 : 4 * smallest(computed)};
 }
 
-// What sums and scores on the way may be off by.
-double computing(DType dtype) { return dtype == DType::float64 ? 2e-14 : 1e-5; }
-
 }  // namespace
+
+void check_gradients(const Problem& problem, const Gradients& got, const Gradients& want, const Gradients& sums) {
+  const DType dtype = problem.c.dtype;
+  const Tolerance tolerance = tolerance_of(dtype, dtype);
+  check_close("dq", got.dq, want.dq, tolerance, &sums.dq);
+  check_close("dk", got.dk, want.dk, tolerance, &sums.dk);
+  check_close("dv", got.dv, want.dv, tolerance, &sums.dv);
+  for (int n = 0; n < kMaxBiases; ++n) {
+    if (!got.dbias[n]) continue;
+    check_close(n == 0 ? "dbias" : "dbias2", got.dbias[n], want.dbias[n], tolerance_of(problem.c.bias_dtype, dtype),
+                &sums.dbias[n]);
+  }
+  if (got.dsinks) check_close("dsinks", got.dsinks, want.dsinks, {0, computing(dtype)}, &sums.dsinks);
+}
 
 void check_case(const Case& c, int thread_count) {
   const Problem problem(c);
   const Context context(c.text());
+  check_problem(problem, thread_count);
+}
+
+void check_problem(const Problem& problem, int thread_count) {
+  const DType dtype = problem.c.dtype;
   const Forward want = reference_forward(problem);
   const bool weights_too = !problem.packed();
   const Tensor want_weights = weights_too ? reference_weights(problem) : Tensor();
-  const double loose = computing(c.dtype);
-  Tolerance stored{1.01 * rounding(c.dtype), loose};
-  if (c.dtype == DType::float16) stored.of_largest += 0x1p-24;  // subnormals
-  Gradients want_gradients;
+  const Tolerance tolerance = tolerance_of(dtype, dtype);
+  Gradients want_gradients, sums;
   for_each_isa([&] {
     if (given_up()) return;
     const Forward got = run_forward(problem, thread_count);
-    check_close("out", got.out, want.out, stored);
-    check_close("lse", got.lse, want.lse, {loose, loose});
+    check_close("out", got.out, want.out, tolerance);
+    check_close("lse", got.lse, want.lse, {computing(dtype), computing(dtype)});
     CHECK(got.row_max.poison_intact() && got.row_sum.poison_intact(), "written outside row_max, row_sum");
-    if (weights_too) check_close("weights", run_weights(problem, got, thread_count), want_weights, stored);
-    // `out` as stored differs between ISAs in its last bit: only where that is a coarse bit must the gradients know it.
-    const bool coarse = c.dtype == DType::bfloat16 || c.dtype == DType::float16;
-    if (coarse || !want_gradients.dq) want_gradients = reference_backward(problem, got.out);
-    const Gradients gradients = run_backward(problem, got, thread_count);
-    const Tolerance sums{1.01 * rounding(c.dtype), 4 * loose};
-    check_close("dq", gradients.dq, want_gradients.dq, sums);
-    check_close("dk", gradients.dk, want_gradients.dk, sums);
-    check_close("dv", gradients.dv, want_gradients.dv, sums);
-    for (int n = 0; n < kMaxBiases; ++n) {
-      if (!gradients.dbias[n]) continue;
-      check_close(n == 0 ? "dbias" : "dbias2", gradients.dbias[n], want_gradients.dbias[n],
-                  {1.01 * rounding(c.bias_dtype), 4 * loose});
-    }
-    if (gradients.dsinks) check_close("dsinks", gradients.dsinks, want_gradients.dsinks, {4 * loose, 4 * loose});
+    if (weights_too) check_close("weights", run_weights(problem, got, thread_count), want_weights, tolerance);
+    // The gradients are those of `out` as it was stored. Where that is a coarse format it may differ between ISAs.
+    const bool coarse = dtype == DType::bfloat16 || dtype == DType::float16;
+    if (coarse || !want_gradients.dq) want_gradients = reference_backward(problem, got.out, sums);
+    check_gradients(problem, run_backward(problem, got, thread_count), want_gradients, sums);
   });
   for (const Tensor* t : {&problem.q, &problem.k, &problem.v, &problem.grad_out, &problem.mask, &problem.bias[0]}) {
     CHECK(t->poison_intact(), "something was written around an input");

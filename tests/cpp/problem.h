@@ -105,13 +105,18 @@ Tensor run_weights(const Problem& problem, const Forward& forward, int thread_co
 
 // The definition, row by row. The backward takes `out` as it was stored, as autograd does.
 Forward reference_forward(const Problem& problem);
-Gradients reference_backward(const Problem& problem, const Tensor& out);
+// `sums` receives the sum of the absolute values of the terms of every gradient.
+Gradients reference_backward(const Problem& problem, const Tensor& out, Gradients& sums);
 Tensor reference_weights(const Problem& problem);
 
 // Philox 4x32-10.
 void philox(const uint32_t (&counter)[4], const uint32_t (&key)[2], uint32_t (&result)[4]);
 
+// Compares every gradient that was asked for.
+void check_gradients(const Problem& problem, const Gradients& got, const Gradients& want, const Gradients& sums);
+
 // Forward, backward and (but for packed calls) weights with every ISA against the definition.
+void check_problem(const Problem& problem, int thread_count = 1);
 void check_case(const Case& c, int thread_count = 1);
 
 void check_same_bits(const Forward& got, const Forward& want);

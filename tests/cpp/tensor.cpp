@@ -165,7 +165,7 @@ bool Tensor::poison_intact() const {
   return true;
 }
 
-void check_close(const char* what, const Tensor& got, const Tensor& want, Tolerance tolerance) {
+void check_close(const char* what, const Tensor& got, const Tensor& want, Tolerance tolerance, const Tensor* sums) {
   double largest = 0;
   want.for_each([&](int64_t b0, int64_t b1, int64_t h, int64_t l, int64_t d) {
     const double x = std::fabs(want.get(b0, b1, h, l, d));
@@ -173,7 +173,8 @@ void check_close(const char* what, const Tensor& got, const Tensor& want, Tolera
   });
   got.for_each([&](int64_t b0, int64_t b1, int64_t h, int64_t l, int64_t d) {
     const double x = got.get(b0, b1, h, l, d), y = want.get(b0, b1, h, l, d);
-    const double allowed = tolerance.relative * std::fabs(y) + tolerance.of_largest * largest;
+    const double sum = sums ? sums->get(b0, b1, h, l, d) : largest;
+    const double allowed = tolerance.relative * std::fabs(y) + tolerance.of_sum * sum + tolerance.absolute;
     const bool right = std::isfinite(y) ? std::fabs(x - y) <= allowed : (std::isnan(y) ? std::isnan(x) : x == y);
     CHECK(right, "%s[%lld][%lld][%lld][%lld][%lld] is %.9g, not %.9g (%.2g off, %.2g allowed)", what,
           static_cast<long long>(b0), static_cast<long long>(b1), static_cast<long long>(h), static_cast<long long>(l),

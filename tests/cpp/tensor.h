@@ -83,14 +83,16 @@ class Tensor {
   std::unique_ptr<char, Release> memory_;
 };
 
-// Errors allowed: relative to the number wanted (its rounding when it is stored) and to the largest of all numbers
-// wanted (that of sums on the way).
+// Errors allowed: relative to the number wanted (its rounding when it is stored), to what its sum was made of (the
+// roundings on the way), and in any case (the step of subnormals).
 struct Tolerance {
-  double relative = 0, of_largest = 0;
+  double relative = 0, of_sum = 0, absolute = 0;
 };
 
-// Compares element by element: NaN only where NaN is wanted, Inf likewise.
-void check_close(const char* what, const Tensor& got, const Tensor& want, Tolerance tolerance);
+// Compares element by element: NaN only where NaN is wanted, Inf likewise. `sums` holds for every element the sum of its
+// terms' absolute values; without it the largest number wanted stands for that.
+void check_close(const char* what, const Tensor& got, const Tensor& want, Tolerance tolerance,
+                 const Tensor* sums = nullptr);
 
 // Compares to the last bit.
 void check_same_bits(const char* what, const Tensor& got, const Tensor& want);

@@ -13,25 +13,6 @@ constexpr DType kDTypes[] = {DType::float32, DType::bfloat16, DType::float16, DT
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// Checks a prepared problem against the definition: NaN exactly where the definition has NaN.
-void check_problem(const Problem& problem) {
-  const Context context(problem.c.text());
-  const Forward want = reference_forward(problem);
-  for_each_isa([&] {
-    const Forward got = run_forward(problem);
-    const Tolerance loose{0x1p-8, 1e-5};
-    check_close("out", got.out, want.out, loose);
-    check_close("lse", got.lse, want.lse, loose);
-    check_close("weights", run_weights(problem, got), reference_weights(problem), loose);
-    const Gradients g = run_backward(problem, got), want_g = reference_backward(problem, got.out);
-    check_close("dq", g.dq, want_g.dq, loose);
-    check_close("dk", g.dk, want_g.dk, loose);
-    check_close("dv", g.dv, want_g.dv, loose);
-    if (g.dbias[0]) check_close("dbias", g.dbias[0], want_g.dbias[0], loose);
-    if (g.dsinks) check_close("dsinks", g.dsinks, want_g.dsinks, loose);
-  });
-}
-
 TEST(values, nan_stays_with_the_rows_that_see_it) {
   for (const DType dtype : kDTypes) {
     for (const int where : {0, 1, 2, 3}) {

@@ -22,7 +22,7 @@ struct Vec {
   Lanes v;
 
   static Vec zero() { return {Lanes{}}; }
-  static Vec broadcast(T x) { return {Lanes{} + x}; }
+  static Vec broadcast(T x) { return {x - Lanes{}}; }  // not 0 + x, which makes −0 a +0
   static Vec broadcast_from(const T* p) { return broadcast(*p); }
   static Vec iota() {
     Vec r;
