@@ -1,5 +1,9 @@
 #include "cpu/dispatch.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <iterator>
@@ -21,7 +25,10 @@ struct Feature {
 std::vector<Feature> features() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool f16c = __builtin_cpu_supports("f16c");
+  // Not every compiler's builtin knows F16C: CPUID leaf 1, ECX bit 29. It works on registers that the check of AVX2
+  // finds saved by the OS.
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> 29 & 1u) != 0;
   return {{"avx2", __builtin_cpu_supports("avx2") != 0},
           {"fma", __builtin_cpu_supports("fma") != 0},
           {"f16c", f16c},

@@ -28,6 +28,10 @@ TINY_KERNELS = """
 
 namespace attn_ext::cpu {
 std::vector<IsaInfo> isas() { return {{"scalar", true, true, {}}}; }
+const Kernels& kernels() {
+  static const Kernels none{"scalar", nullptr, nullptr, nullptr, [](bool) { return TileShape{1, 1}; }};
+  return none;
+}
 const char* active_isa() { return "scalar"; }
 void use_isa(const std::string&) {}
 std::vector<std::string> cpu_features() { return {}; }
