@@ -586,8 +586,20 @@ Gradients reference_backward(const Problem& problem, const Tensor& out, Gradient
 
 namespace {
 
+// Below this a number may be stored as a subnormal, or as 0.
+double coarse_below(DType stored) {
+  switch (stored) {
+    case DType::float64:
+      return 0;
+    case DType::float16:
+      return 0x1p-25;
+    default:
+      return 0x1p-126;
+  }
+}
+
 Tolerance tolerance_of(DType stored, DType computed) {
-  return {1.01 * rounding(stored), computing(computed), stored == DType::float16 ? 0x1p-25 : 4 * smallest(computed)};
+  return {1.01 * rounding(stored), computing(computed), std::max(coarse_below(stored), 4 * smallest(computed))};
 }
 
 }  // namespace
