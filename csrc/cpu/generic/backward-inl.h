@@ -64,7 +64,9 @@ class BackwardWorker {
     const int64_t row = sequence_.k_row + at.key;
     const char* k = address(p_.k, p_.batch_inner, at.b, at.hkv, row);
     pack_transposed<T>(p_.k, k, keys_, p_.D, k_panels_);
-    pack_transposed<T>(p_.v, address(p_.v, p_.batch_inner, at.b, at.hkv, row), keys_, p_.Dv, v_panels_);
+    if (p_.Dv > 0) {  // an empty tensor's pointer is null, with no address to count from
+      pack_transposed<T>(p_.v, address(p_.v, p_.batch_inner, at.b, at.hkv, row), keys_, p_.Dv, v_panels_);
+    }
     keys_finite_ = !p_.dq || pack_rows<T>(p_.k, k, keys_, p_.D, kKeys, k_rows_);
   }
 
@@ -231,6 +233,7 @@ class BackwardWorker {
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t row = sequence_.q_row + row_[r].i;
       load_row(p_.q, address(p_.q, p_.batch_inner, b, h, row), p_.D, units_.q_factor, q_rows_ + r * d_, d_);
+      if (p_.Dv == 0) continue;
       load_row(p_.grad_out, address(p_.grad_out, p_.batch_inner, b, h, row), p_.Dv, T(1), go_rows_ + r * dv_, dv_);
     }
     // Only asked where something may be hidden.
@@ -394,7 +397,7 @@ void compute_delta(const BackwardParams& p, const Parallel& parallel, T* delta) 
         // A row that sees no key has no gradient, whatever comes in; with a sink its lse is the sink's logit.
         const bool only_sink = p.sinks && sum[i] == T(1) && max[i] == static_cast<T>(p.sinks[h]);
         T total = 0;
-        if (sum[i] != T(0) && !only_sink) {
+        if (p.Dv > 0 && sum[i] != T(0) && !only_sink) {
           copy_row_scaled<T>(p.grad_out, address(p.grad_out, p.batch_inner, b, h, row), p.Dv, T(1), go);
           copy_row_scaled<T>(p.out, address(p.out, p.batch_inner, b, h, row), p.Dv, T(1), out);
           for (int64_t d = 0; d < p.Dv; ++d) total += go[d] * out[d];
