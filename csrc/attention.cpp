@@ -365,8 +365,8 @@ Tensor empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides,
   AtenTensorHandle handle = nullptr;
   // The stable ABI's own number for the dtype.
   const StableIValue dtype = torch::stable::detail::from(type);
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(dtype),
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(dtype),
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 

@@ -266,42 +266,29 @@ class BackwardWorker {
     const V drop_scale = V::broadcast(static_cast<T>(p_.dropout_scale)), none = V::zero();
     const V minus_infinity = V::broadcast(-kInfinity<T>);
     uint8_t* hidden = exclude_hidden() ? hidden_ + r * kTileStride : nullptr;
-    int64_t j = from_;
-    const auto step = [&]<int U>(std::integral_constant<int, U>) {
-      V x[U], weight[U];
-#pragma GCC unroll 4
-      for (int u = 0; u < U; ++u) {
-        x[u] = V::load(p + j + u * N);
-        weight[u] = (x[u] - m) * c;
+    for (int64_t j = from_; j < count; j += N) {
+      const V x = V::load(p + j);
+      const V share = exp2_nonpositive<T>((x - m) * c) * inverse;
+      V dp = V::load(ds + j), used = share;
+      if (p_.dropout) {
+        const auto kept = V::nonzero_bytes(keep_ + j);
+        dp = V::select(kept, dp * drop_scale, none);
+        used = V::select(kept, share * drop_scale, none);
       }
-      exp2_nonpositive<T, U>(weight);
-#pragma GCC unroll 4
-      for (int u = 0; u < U; ++u) {
-        const int64_t at = j + u * N;
-        const V share = weight[u] * inverse;
-        V dp = V::load(ds + at), used = share;
-        if (p_.dropout) {
-          const auto kept = V::nonzero_bytes(keep_ + at);
-          dp = V::select(kept, dp * drop_scale, none);
-          used = V::select(kept, share * drop_scale, none);
+      V gradient = share * (dp - minus);
+      if (some_hidden_) {
+        const auto out_of_sight = V::equal(x, minus_infinity);
+        gradient = V::select(out_of_sight, none, gradient);
+        used = V::select(out_of_sight, none, used);
+        if (hidden) {
+          T lanes[N];
+          x.store(lanes);
+          for (int n = 0; n < N; ++n) hidden[j + n] = lanes[n] == -kInfinity<T>;
         }
-        V gradient = share * (dp - minus);
-        if (some_hidden_) {
-          const auto out_of_sight = V::equal(x[u], minus_infinity);
-          gradient = V::select(out_of_sight, none, gradient);
-          used = V::select(out_of_sight, none, used);
-          if (hidden) {
-            T lanes[N];
-            x[u].store(lanes);
-            for (int n = 0; n < N; ++n) hidden[at + n] = lanes[n] == -kInfinity<T>;
-          }
-        }
-        used.store(p + at);
-        gradient.store(ds + at);
       }
-    };
-    for (; j + 4 * N <= count; j += 4 * N) step(std::integral_constant<int, 4>());
-    for (; j < count; j += N) step(std::integral_constant<int, 1>());
+      used.store(p + j);
+      gradient.store(ds + j);
+    }
   }
 
   void apply_cap_derivative() {

@@ -257,37 +257,20 @@ class ForwardWorker {
     t.max[r] = now;
     const T offset = now == -kInfinity<T> ? T(0) : now;  // nothing seen yet: −Inf − (−Inf) would be NaN
     const V m = V::broadcast(offset), c = V::broadcast(units_.c);
-    V sums[2] = {V::zero(), V::zero()};
-    int64_t j = from;
-    for (; j + 4 * N <= to; j += 4 * N) weigh<4>(x + j, m, c, sums);
-    if (j + 2 * N <= to) {
-      weigh<2>(x + j, m, c, sums);
-      j += 2 * N;
+    V sums = V::zero();
+    for (int64_t j = from; j < to; j += N) {
+      const V weight = exp2_nonpositive<T>((V::load(x + j) - m) * c);
+      sums = sums + weight;
+      weight.store(x + j);
     }
-    if (j < to) weigh<1>(x + j, m, c, sums);
-    const T block_sum = (sums[0] + sums[1]).sum();
     if (now != before) {
       const T factor = exp2_nonpositive<T>((before - now) * units_.c);
       t.sum[r] *= factor;
       T* acc = t.acc + r * padded_dv_;
       for (int64_t d = 0; d < padded_dv_; d += N) (V::load(acc + d) * V::broadcast(factor)).store(acc + d);
     }
-    t.sum[r] += block_sum;
+    t.sum[r] += sums.sum();
     if (p_.dropout) drop(r, s, x);
-  }
-
-  // U vectors of scores become weights, and are added to the two sums in turn.
-  template <int U>
-  static void weigh(T* x, V m, V c, V (&sums)[2]) {
-    V y[U];
-#pragma GCC unroll 4
-    for (int u = 0; u < U; ++u) y[u] = (V::load(x + u * N) - m) * c;
-    exp2_nonpositive<T, U>(y);
-#pragma GCC unroll 4
-    for (int u = 0; u < U; ++u) {
-      sums[u % 2] = sums[u % 2] + y[u];
-      y[u].store(x + u * N);
-    }
   }
 
   // The largest score; NaNs are passed over here and come back through the weights.
