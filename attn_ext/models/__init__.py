@@ -1,7 +1,24 @@
-"""Whole models built on `attn_ext.nn`, so that the blocks are seen doing real work."""
+"""Whole models built on `attn_ext.nn`, so that the blocks are seen doing real work.
+
+`save(model, path)` and `load(path)` keep any of our own models in one file.
+"""
 
 from __future__ import annotations
 
-from .minilm import MiniLM, MiniLMConfig, WeightsError, load_tokenizer, packaged_weights
+from .errors import WeightsError
+from .minilm import MiniLM, MiniLMConfig, load_tokenizer, packaged_weights
+from .saving import Saveable, load, save
+from .text_classifier import TextClassifier, TinyTextClassifier
 
-__all__ = ["MiniLM", "MiniLMConfig", "WeightsError", "load_tokenizer", "packaged_weights"]
+__all__ = [
+    "MiniLM",
+    "MiniLMConfig",
+    "Saveable",
+    "TextClassifier",
+    "TinyTextClassifier",
+    "WeightsError",
+    "load",
+    "load_tokenizer",
+    "packaged_weights",
+    "save",
+]
