@@ -8,11 +8,13 @@ import typer
 
 from .demo import demo
 from .embed import embed
+from .heatmap import heatmap
 from .info import info
+from .train_classifier import train_classifier
 
 app = typer.Typer(
     name="attn-ext",
-    help="Attention for PyTorch from scratch: look at this build, and see it run a real model.",
+    help="Attention for PyTorch from scratch: look at this build, learn on it, and see it run a real model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,5 +42,7 @@ def _options(
 
 
 app.command()(info)
+app.command("train-classifier")(train_classifier)
+app.command()(heatmap)
 app.command()(embed)
 app.command()(demo)
