@@ -11,6 +11,7 @@ from .embed import embed
 from .heatmap import heatmap
 from .info import info
 from .train_classifier import train_classifier
+from .walkthrough import walkthrough
 
 app = typer.Typer(
     name="attn-ext",
@@ -42,6 +43,7 @@ def _options(
 
 
 app.command()(info)
+app.command()(walkthrough)
 app.command("train-classifier")(train_classifier)
 app.command()(heatmap)
 app.command()(embed)

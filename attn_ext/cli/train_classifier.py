@@ -35,9 +35,7 @@ UNBALANCED_EPOCHS, BALANCED_EPOCHS = 50, 300
 
 @says_errors_plainly(WeightsError)
 def train_classifier(
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Of data, weights and dropout in the second part.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the second part.")] = 0,
     save: Annotated[
         Path, typer.Option(metavar="FILE.safetensors", help="Where the model goes.")
     ] = DEFAULT_PATH,
