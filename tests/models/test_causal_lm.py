@@ -78,23 +78,27 @@ def test_an_untrained_model_predicts_about_uniformly() -> None:
 
 
 @each_layout
-def test_it_learns_to_copy_what_it_saw(layout: str) -> None:
+def test_it_learns_to_copy_what_it_saw(layout: str, one_thread: None) -> None:
     """Second halves repeat the first ones: only attention to a fixed distance can predict them."""
-    lm = model(layout).train()
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-2)
+    torch.manual_seed(5)
+    options = LAYOUTS[layout] | {"tie_embeddings": False}  # tied ones need ten times the steps at this size
+    lm = CausalLM(12, 32, 4, 48, 2, max_len=16, **options).train()
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=5e-3)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(300):
-        half = torch.randint(30, (32, 8), generator=generator)
-        tokens = torch.cat([half, half], dim=1)
-        loss = F.cross_entropy(lm(tokens)[:, 7:-1].flatten(0, 1), tokens[:, 8:].flatten())
+
+    def batch() -> torch.Tensor:
+        half = torch.randint(12, (64, 6), generator=generator)
+        return torch.cat([half, half], dim=1)
+
+    for _ in range(150):
+        tokens = batch()
+        loss = F.cross_entropy(lm(tokens)[:, 5:-1].flatten(0, 1), tokens[:, 6:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    half = torch.randint(30, (64, 8), generator=generator)
-    tokens = torch.cat([half, half], dim=1)
-    guess = lm.eval()(tokens)[:, 7:-1].argmax(-1)
-    accuracy = (guess == tokens[:, 8:]).float().mean().item()
-    assert accuracy > 0.9, f"accuracy {accuracy}, chance is 0.03"
+    tokens = batch()
+    accuracy = (lm.eval()(tokens)[:, 5:-1].argmax(-1) == tokens[:, 6:]).float().mean().item()
+    assert accuracy > 0.9, f"accuracy {accuracy}, chance is 0.08"
 
 
 def test_what_does_not_fit_is_refused() -> None:

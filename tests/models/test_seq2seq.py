@@ -47,7 +47,7 @@ def test_config_builds_the_same_model_again(options: dict[str, object]) -> None:
     assert torch.equal(twin(source, target), translate(source, target))
 
 
-def test_it_learns_to_reverse() -> None:
+def test_it_learns_to_reverse(one_thread: None) -> None:
     translate = model(dropout=0.0).train()
     optimizer = torch.optim.AdamW(translate.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)
