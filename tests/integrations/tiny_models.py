@@ -49,8 +49,11 @@ def gpt2() -> tf.PreTrainedModel:
 
 def gpt_oss() -> tf.PreTrainedModel:
     window = {"sliding_window": WINDOW, "layer_types": SLIDING_AND_FULL}
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    return tf.GptOssForCausalLM(tf.GptOssConfig(**DECODER, **SPECIAL, head_dim=8, **window, **experts))
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    return tf.GptOssForCausalLM(
+        tf.GptOssConfig(**DECODER, **SPECIAL, head_dim=8, **window, **experts, **rotary)
+    )
 
 
 def bert() -> tf.PreTrainedModel:
