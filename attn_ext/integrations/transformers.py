@@ -4,7 +4,7 @@
 
     hf.register()
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="attn_ext")
-    model.generate(**inputs, cache=hf.cache(model.config))
+    model.generate(**inputs, cache=hf.cache(model.config))  # before transformers 5.24: past_key_values=
     print(hf.reached(model))  # which attention layers ran on attn_ext, and how often
 
 A model of transformers computes attention through a table of functions (`AttentionInterface`) and builds its masks
