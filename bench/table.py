@@ -31,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints or writes the table."""
     result = read_json(options.file)
+    if result["bench"] != "attention":
+        raise BenchError(
+            f"{options.file} is a result of bench {result['bench']}, and this table is of attention"
+        )
     if options.rows:
         texts = [text.lower() for text in options.rows]
         kept = [row for row in result["rows"] if any(text in row["id"].lower() for text in texts)]
