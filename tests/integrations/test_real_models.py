@@ -24,6 +24,15 @@ from bench.common import BenchError
 PROMPTS = ["The capital of France is", "In Python, a list comprehension", "Once upon a time there was a"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine two threads wait for each other at every matrix product."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[tuple[Any, Any]]:
     try:
@@ -52,9 +61,9 @@ def test_smollm2_has_the_same_logits_and_writes_the_same_text_as_sdpa(smollm2: t
     ours = real_models.with_attention(model, "attn_ext")
     assert len(hf.reached(ours).reached) == 30 and len(hf.reached(model).unreached) == 30
 
-    text = tokenizer(python_topics()[0].flowing, return_tensors="pt")
+    text = tokenizer("\n".join(paragraph.flowing for paragraph in python_topics()[:8]), return_tensors="pt")
     expected = logits_of(model, **text)
-    assert expected.shape[1] > 20
+    assert expected.shape[1] > 64
     assert float((logits_of(ours, **text) - expected).abs().max()) <= 1e-3
 
     tokenizer.padding_side = "left"
@@ -64,12 +73,12 @@ def test_smollm2_has_the_same_logits_and_writes_the_same_text_as_sdpa(smollm2: t
     seen = batch["attention_mask"].bool()
     assert float((logits_of(ours, **batch) - logits_of(model, **batch))[seen].abs().max()) <= 1e-3
 
-    how = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    how = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     expected_text = tokenizer.batch_decode(model.generate(**batch, **how))
     assert len(set(expected_text)) == len(PROMPTS)
     assert tokenizer.batch_decode(ours.generate(**batch, **how)) == expected_text
     assert tokenizer.batch_decode(ours.generate(**batch, **how, cache=hf.cache(ours.config))) == expected_text
-    assert hf.reached(ours).calls >= 30 * 2 * 20
+    assert hf.reached(ours).calls >= 30 * 2 * 16
 
 
 def test_minilm_gives_the_same_embeddings_as_sdpa_and_as_our_own_model(minilm: Any) -> None:
