@@ -8,11 +8,14 @@ import typer
 
 from .demo import demo
 from .embed import embed
+from .heatmap import heatmap
 from .info import info
+from .train_classifier import train_classifier
+from .walkthrough import walkthrough
 
 app = typer.Typer(
     name="attn-ext",
-    help="Attention for PyTorch from scratch: look at this build, and see it run a real model.",
+    help="Attention for PyTorch from scratch: look at this build, learn on it, and see it run a real model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,5 +43,8 @@ def _options(
 
 
 app.command()(info)
+app.command()(walkthrough)
+app.command("train-classifier")(train_classifier)
+app.command()(heatmap)
 app.command()(embed)
 app.command()(demo)

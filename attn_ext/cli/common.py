@@ -75,6 +75,17 @@ def set_up(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
+@contextmanager
+def thread_count(threads: int | None) -> Iterator[None]:
+    """Run a block with this many CPU threads (None: as many as now), then go back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if threads is None else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def out() -> Console:
     """The console of standard output; 80 columns, no colours where piped. Prints texts as they are."""
     return Console(highlight=False, markup=False, emoji=False)

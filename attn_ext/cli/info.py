@@ -20,7 +20,7 @@ from .common import JsonOption, ThreadsOption, out, print_json, says_errors_plai
 
 @says_errors_plainly()
 def info(threads: ThreadsOption = None, json: JsonOption = False) -> None:
-    """Print versions, instruction sets, threads, and what was built.
+    """Print versions, instruction sets and what was built.
 
     What is missing is listed with the reason.
     """

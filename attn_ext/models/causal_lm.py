@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import RotaryEmbedding, TransformerEncoder
+from .saving import Saveable
 
 __all__ = ["CausalLM"]
 
 _POSITIONS = ("rotary", "learned")
 
 
-class CausalLM(nn.Module):
+class CausalLM(Saveable):
     """Token ids to logits of the next token: embedding, pre-norm blocks with causal attention, norm, linear map.
 
     With activation="swiglu", norm="rms" and bias=False it has the layout of Llama (arXiv:2302.13971), with
@@ -33,7 +34,7 @@ class CausalLM(nn.Module):
         tie_embeddings: whether the output map has the embedding's weights.
 
     Attributes:
-        config: the arguments, as a dict that builds the same model again.
+        config: these arguments by name; `attn_ext.models.save` stores them beside the weights.
 
     Raises:
         ValueError: sizes that do not fit together, unknown names.

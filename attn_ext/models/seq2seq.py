@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from .. import masks
 from ..nn import PositionalEncoding, TransformerDecoder, TransformerEncoder
+from .saving import Saveable
 
 __all__ = ["Seq2SeqTransformer"]
 
 
-class Seq2SeqTransformer(nn.Module):
+class Seq2SeqTransformer(Saveable):
     """Source tokens and the target tokens so far to logits of the next target token.
 
     Embeddings times √d_model plus sinusoids; padding (pad_idx) of the source is hidden from both the encoder and
@@ -31,7 +32,7 @@ class Seq2SeqTransformer(nn.Module):
         tie_embeddings: whether the output map has the target embedding's weights.
 
     Attributes:
-        config: the arguments, as a dict that builds the same model again.
+        config: these arguments by name; `attn_ext.models.save` stores them beside the weights.
 
     Raises:
         ValueError: sizes that do not fit together, an unknown activation, pad_idx outside of a vocabulary.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_ext import masks
-from attn_ext.models import CausalLM
+from attn_ext.models import CausalLM, load, save
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "llama": {"num_kv_heads": 2},
@@ -52,12 +53,14 @@ def test_padding_on_either_side_moves_nothing(layout: str) -> None:
 
 
 @each_layout
-def test_config_builds_the_same_model_again(layout: str) -> None:
+def test_config_and_file_build_the_same_model_again(layout: str, tmp_path: Path) -> None:
     lm = model(layout, dropout=0.25)
     twin = CausalLM(**lm.config).eval()
     twin.load_state_dict(lm.state_dict())
     tokens = torch.randint(30, (2, 7))
     torch.testing.assert_close(twin(tokens), lm(tokens), rtol=0, atol=0)
+    save(lm, tmp_path / "lm.safetensors")
+    assert torch.equal(load(tmp_path / "lm.safetensors")(tokens), lm(tokens))
     tied = LAYOUTS[layout].get("tie_embeddings", True)
     assert (twin.output.weight is twin.embedding.weight) == tied
 

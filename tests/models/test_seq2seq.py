@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_ext.models import Seq2SeqTransformer
+from attn_ext.models import Seq2SeqTransformer, load, save
 
 
 def model(**options: object) -> Seq2SeqTransformer:
@@ -39,12 +41,14 @@ def test_forward_is_encode_then_decode() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"tie_embeddings": False, "norm_first": False, "activation": "gelu"}]
 )
-def test_config_builds_the_same_model_again(options: dict[str, object]) -> None:
+def test_config_and_file_build_the_same_model_again(options: dict[str, object], tmp_path: Path) -> None:
     translate = model(**options)
     twin = Seq2SeqTransformer(**translate.config).eval()
     twin.load_state_dict(translate.state_dict())
     source, target = torch.randint(1, 20, (2, 9)), torch.randint(1, 25, (2, 6))
     assert torch.equal(twin(source, target), translate(source, target))
+    save(translate, tmp_path / "model.safetensors")
+    assert torch.equal(load(tmp_path / "model.safetensors")(source, target), translate(source, target))
 
 
 def test_it_learns_to_reverse(one_thread: None) -> None:
