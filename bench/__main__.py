@@ -9,11 +9,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import attention, compare, memory, plot, table
+from bench import attention, block, compare, memory, model, plot, table
 from bench.common import BenchError
 
 COMMANDS = {
     "attention": attention,
+    "block": block,
+    "model": model,
     "memory": memory,
     "compare": compare,
     "plot": plot,

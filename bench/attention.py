@@ -456,7 +456,7 @@ def show(result: dict[str, Any]) -> None:
                 microseconds(ours),
                 rate(ours["gflops"]),
                 percent(ours["share"]),
-                microseconds(theirs) + _MARKS[theirs["how"]],
+                microseconds(theirs) + (MARKS[theirs["how"]] or " "),
                 rate(theirs["gflops"]),
                 f"{row['ratio']:.2f}×",
                 ", ".join(others) or "–",
@@ -480,7 +480,8 @@ def memory_cells(measured: dict[str, Any] | None) -> list[str]:
     return ["–" if number is None else f"{number / 1e6:.1f}" for number in numbers]
 
 
-_MARKS = {"SDPA": " ", "SDPA with mask": "ᵐ", "formula": "ᶠ"}
+MARKS = {"SDPA": "", "SDPA with mask": "ᵐ", "formula": "ᶠ"}
+MARKS_SENTENCE = "ᵐ with the options as one ready-made mask; ᶠ the plain formula, where SDPA lacks the option"
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -490,8 +491,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     lines = [
         "Time of one call: median ± half the spread from the 20th to the 80th percentile. B,Hq/Hkv,Lq×Lk,D/Dv. "
         "flops: 4·B·Hq·Lq·Lk·(D+Dv)/2 of visible scores (causal: half), backward 2.5 ×.",
-        "torch: F.scaled_dot_product_attention; ᵐ with the options as one ready-made mask; ᶠ the plain formula, where "
-        "SDPA lacks the option. ratio: torch's time over ours. MB: what the call returns; + what the peak of memory "
+        f"torch: F.scaled_dot_product_attention; {MARKS_SENTENCE}. ratio: torch's time over "
+        "ours. MB: what the call returns; + what the peak of memory "
         "rises by beyond that (backward rows: with their forward pass).",
     ]
     first, last = result["ceilings"]["before"], result["ceilings"]["after"]

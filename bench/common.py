@@ -214,6 +214,11 @@ def percentiles(values: Sequence[float]) -> tuple[float, float]:
     return cuts[0], cuts[-1]
 
 
+def clearly_faster(row: dict[str, Any]) -> bool:
+    """Whether even a slow call of ours (80th percentile) took less time than a quick one of torch's (20th)."""
+    return row["rivals"]["attn_ext"]["p80_us"] < row["rivals"]["torch"]["p20_us"]
+
+
 class Timer(Protocol):
     """Times calls on one device."""
 

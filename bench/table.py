@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bench.attention import microseconds, percent, rate
-from bench.common import BenchError, machine_line, read_json
+from bench.attention import MARKS, MARKS_SENTENCE, microseconds, percent, rate
+from bench.common import BenchError, clearly_faster, machine_line, read_json
 from bench.peers import ENGINES
 
 BEGIN = "<!-- speed-table:begin -->"
@@ -31,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints or writes the table."""
     result = read_json(options.file)
+    if result["bench"] != "attention":
+        raise BenchError(
+            f"{options.file} is a result of bench {result['bench']}, and this table is of attention"
+        )
     if options.rows:
         texts = [text.lower() for text in options.rows]
         kept = [row for row in result["rows"] if any(text in row["id"].lower() for text in texts)]
@@ -81,14 +85,15 @@ def markdown(result: dict[str, Any]) -> str:
                 microseconds(ours),
                 rate(ours["gflops"]),
                 percent(ours["share"]),
-                microseconds(theirs),
+                microseconds(theirs) + MARKS[theirs["how"]],
                 *(microseconds(other) if "median_us" in other else "–" for other in others),
-                f"**{row['ratio']:.2f}**" if row["ratio"] >= 1 else f"{row['ratio']:.2f}",
+                f"**{row['ratio']:.2f}**" if clearly_faster(row) else f"{row['ratio']:.2f}",
             ]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"{machine_line(result['machine'])}. {ceilings_sentence(result)}Times: median ± half of p20 to p80.",
+        f"{machine_line(result['machine'])}. {ceilings_sentence(result)}Times: median ± half of p20 to p80; bold where "
+        f"our p80 lies below torch's p20. torch: SDPA; {MARKS_SENTENCE}.",
     ]
     return "\n".join(lines)
 

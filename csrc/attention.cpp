@@ -8,8 +8,8 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <iterator>
-#include <memory>
+#include <limits>
+#include <new>
 #include <vector>
 
 #include "checks.h"
@@ -70,6 +70,8 @@ TensorView packed_view_of(const Tensor& t) {
   return v;
 }
 
+constexpr double kMaxElements = 35184372088832.0;  // 2^45: 128 TiB of float32
+
 // The numbers of a small integer tensor.
 std::vector<int64_t> integers(const char* op, const char* name, const Tensor& t) {
   expect_cpu(op, name, t);
@@ -128,6 +130,9 @@ class Call {
       if (rank > 3) batch[1] = q.size(rank - 4);
       if (rank > 4) batch[0] = q.size(rank - 5);
     }
+    expect_addressable("q", q);
+    expect_addressable("k", k);
+    if (v) expect_addressable("v", *v);
     const int64_t heads = packed ? 1 : rank - 3, length = packed ? 0 : rank - 2, width = rank - 1;
     p.batch = batch[0] * batch[1];
     p.batch_inner = std::max<int64_t>(batch[1], 1);
@@ -163,6 +168,8 @@ class Call {
     p.causal = static_cast<Causal>(causal);
     if (scale) {
       ATTN_EXT_EXPECT(std::isfinite(*scale), op, "scale must be finite, not ", *scale);
+      ATTN_EXT_EXPECT(std::fabs(*scale) <= 0.5 * largest(p), op, "scale must fit the dtype of the scores, which ",
+                      *scale, " does not");
       p.scale = *scale;
     }
   }
@@ -173,6 +180,8 @@ class Call {
     p.window_right = window("window_right", o.window_right);
     ATTN_EXT_EXPECT(std::isfinite(o.softcap) && o.softcap >= 0, op,
                     "softcap must be 0 (off) or a positive number, not ", o.softcap);
+    ATTN_EXT_EXPECT(o.softcap == 0 || (o.softcap <= largest(p) && 1.0 / o.softcap <= largest(p)), op,
+                    "softcap and its inverse must fit the dtype of the scores, which ", o.softcap, " does not");
     p.softcap = o.softcap;
     if (packed) {
       ATTN_EXT_EXPECT(!o.mask && !o.bias && !o.bias2 && !o.key_lengths, op,
@@ -196,10 +205,10 @@ class Call {
     if (o.alibi_slopes) set_slopes(*o.alibi_slopes, p);
     if (o.sinks) set_sinks(*o.sinks, p);
     if (o.key_lengths) {
-      key_lengths = integers(op, "key_lengths", *o.key_lengths);
-      ATTN_EXT_EXPECT(static_cast<int64_t>(key_lengths.size()) == p.batch, op,
+      ATTN_EXT_EXPECT(o.key_lengths->dim() == 1 && o.key_lengths->size(0) == p.batch, op,
                       "key_lengths must have one entry for each of the ", p.batch, " batch entries, not shape ",
                       shape_string(*o.key_lengths));
+      key_lengths = integers(op, "key_lengths", *o.key_lengths);
       for (size_t b = 0; b < key_lengths.size(); ++b) {
         ATTN_EXT_EXPECT(key_lengths[b] >= 0 && key_lengths[b] <= p.Lk, op, "key_lengths[", b,
                         "] must lie between 0 and the ", p.Lk, " keys, not be ", key_lengths[b]);
@@ -229,6 +238,14 @@ class Call {
     return "q " + shape_string(q) + ", k " + shape_string(k) + (v ? ", v " + shape_string(*v) : "");
   }
 
+  // A tensor expanded with stride 0 may claim more elements than any memory holds. Bounded, no product of sizes that is
+  // formed further down can overflow.
+  void expect_addressable(const char* name, const Tensor& t) const {
+    double elements = 1;
+    for (int64_t d = 0; d < t.dim(); ++d) elements *= static_cast<double>(std::max<int64_t>(t.size(d), 1));
+    ATTN_EXT_EXPECT(elements <= kMaxElements, op, name, " ", shape_string(t), " has more than 2^45 elements");
+  }
+
  private:
   void check_dtypes(const Tensor& q, const Tensor& k, const Tensor* v) const {
     expect_cpu(op, "q", q);
@@ -240,6 +257,11 @@ class Call {
                     "q, k, v must have one dtype out of float32, bfloat16, float16 and float64, not ",
                     dtype_name(q.scalar_type()), ", ", dtype_name(k.scalar_type()), v ? ", " : "",
                     v ? dtype_name(v->scalar_type()) : "");
+  }
+
+  // Of the numbers that scores are held in.
+  static double largest(const AttentionParams& p) {
+    return p.q.dtype == DType::float64 ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
   }
 
   int64_t window(const char* name, std::optional<int64_t> size) const {
@@ -289,8 +311,8 @@ class Call {
 
   std::vector<int64_t> boundaries(const char* name, const Tensor& t, const char* of, int64_t total) const {
     std::vector<int64_t> cu = integers(op, name, t);
-    ATTN_EXT_EXPECT(!cu.empty() && cu.front() == 0, op, name,
-                    " must start with 0, and hold one more entry than sequences");
+    ATTN_EXT_EXPECT(!cu.empty(), op, name, " must hold one more entry than there are sequences, not none");
+    ATTN_EXT_EXPECT(cu.front() == 0, op, name, " must start with 0, not with ", cu.front());
     for (size_t b = 1; b < cu.size(); ++b) {
       ATTN_EXT_EXPECT(cu[b] >= cu[b - 1], op, name, " must not fall, but entry ", b, " is ", cu[b], " after ",
                       cu[b - 1]);
@@ -365,8 +387,9 @@ Tensor empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides,
   AtenTensorHandle handle = nullptr;
   // The stable ABI's own number for the dtype.
   const StableIValue dtype = torch::stable::detail::from(type);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(dtype),
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  const AOTITorchError error = aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(dtype),
+                                                        aoti_torch_device_type_cpu(), 0, &handle);
+  if (error != AOTI_TORCH_SUCCESS) throw std::bad_alloc();  // all else about the call is right
   return Tensor(handle);
 }
 
@@ -634,6 +657,10 @@ Tensor attention_weights(Tensor q, Tensor k, OptionalTensor mask, OptionalTensor
   }
   std::vector<int64_t> sizes = sizes_of(q);
   sizes.back() = p.Lk;
+  double elements = 1;
+  for (const int64_t size : sizes) elements *= static_cast<double>(size);
+  ATTN_EXT_EXPECT(elements <= kMaxElements, "attention_weights",
+                  "the weights would have more than 2^45 elements: ", Call::shapes(q, k, nullptr));
   Tensor weights = zeros(sizes, q.scalar_type());
   if (!has_rows(p) || p.Lk == 0) return weights;
   p.weights = view_of(weights);

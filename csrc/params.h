@@ -73,10 +73,14 @@ struct AttentionParams {
   uint32_t dropout_threshold = 0;  // a weight is dropped iff its 16 random bits are below; 65536 drops all
   double dropout_scale = 1.0;      // 1 / (1 - p), p as rounded to 1/65536
 
-  // The scores need work between q·k and the softmax (or the scale is 0): they are then held scaled, in natural units,
-  // in "score units" otherwise (raw q·k). The row max is saved in those same units.
+  // The scores need work between q·k and the softmax (or the scale is 0, or so small that it is none of the scores'
+  // normal numbers): they are then held scaled, in natural units, in "score units" otherwise (raw q·k). The row max is
+  // saved in those same units.
   bool scores_are_scaled() const {
-    return bias[0] || bias[1] || alibi_slopes != nullptr || sinks != nullptr || softcap != 0.0 || scale == 0.0;
+    const double smallest =
+        q.dtype == DType::float64 ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
+    const bool tiny = scale < smallest && -scale < smallest;
+    return bias[0] || bias[1] || alibi_slopes != nullptr || sinks != nullptr || softcap != 0.0 || tiny;
   }
 };
 

@@ -3,6 +3,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <atomic>
+#include <exception>
+#include <mutex>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -21,10 +23,19 @@ const int watching_forks = pthread_atfork(nullptr, nullptr, [] { forked.store(tr
 #endif
 
 void run_on_torch_threads(int workers, cpu::WorkerBody body, void* context) {
+  // An exception that crosses torch's C interface loses its type and its words, so the first one waits here.
+  std::exception_ptr error;
+  std::mutex lock;
   torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
     const FloatEnvironment environment;
-    for (int64_t w = begin; w < end; ++w) body(context, static_cast<int>(w));
+    try {
+      for (int64_t w = begin; w < end; ++w) body(context, static_cast<int>(w));
+    } catch (...) {
+      const std::lock_guard<std::mutex> guard(lock);
+      if (!error) error = std::current_exception();
+    }
   });
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace

@@ -77,3 +77,14 @@ def same_start_and_clean_end() -> Iterator[None]:
         torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For training loops of tiny steps, which gain nothing from threads and wait long for them on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+from .causal_lm import CausalLM
 from .errors import WeightsError
 from .minilm import MiniLM, MiniLMConfig, load_tokenizer, packaged_weights
 from .saving import Saveable, load, save
+from .seq2seq import Seq2SeqTransformer
 from .text_classifier import TextClassifier, TinyTextClassifier
 
 __all__ = [
+    "CausalLM",
     "MiniLM",
     "MiniLMConfig",
     "Saveable",
+    "Seq2SeqTransformer",
     "TextClassifier",
     "TinyTextClassifier",
     "WeightsError",

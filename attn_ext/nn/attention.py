@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from attn_ext.nn.positional import RotaryEmbedding
 from attn_ext.ops import attention
 
 __all__ = ["MultiHeadAttention", "ScaledDotProductAttention"]
@@ -115,10 +116,12 @@ class MultiHeadAttention(nn.Module):
         bias: whether the four linear maps have a bias.
         kdim: width of k; d_model where not given.
         vdim: width of v; d_model where not given.
+        rotary: turns the heads of q and k by their positions before they meet, for self-attention.
         device, dtype: where and as what the parameters are made.
 
     Raises:
-        ValueError: h does not divide d_model, num_kv_heads does not divide h, or dropout is outside [0, 1].
+        ValueError: h does not divide d_model, num_kv_heads does not divide h, dropout is outside [0, 1], or
+            rotary is made for heads of another width.
 
     Example:
         >>> attend = MultiHeadAttention(d_model=12, h=4)
@@ -135,6 +138,7 @@ class MultiHeadAttention(nn.Module):
         bias: bool = True,
         kdim: int | None = None,
         vdim: int | None = None,
+        rotary: RotaryEmbedding | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -155,6 +159,12 @@ class MultiHeadAttention(nn.Module):
         self.kdim = d_model if kdim is None else kdim
         self.vdim = d_model if vdim is None else vdim
         self.dropout = _checked_dropout("MultiHeadAttention", dropout)
+        if rotary is not None and rotary.head_dim != self.d_k:
+            raise ValueError(
+                f"MultiHeadAttention: rotary turns heads of width {rotary.head_dim}, "
+                f"but d_model / h is {self.d_k}"
+            )
+        self.rotary = rotary
         width = num_kv_heads * self.d_k
         self.w_q = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
         self.w_k = nn.Linear(self.kdim, width, bias=bias, device=device, dtype=dtype)
@@ -171,6 +181,7 @@ class MultiHeadAttention(nn.Module):
         causal: bool | str = False,
         key_lengths: Tensor | None = None,
         bias: Tensor | None = None,
+        positions: Tensor | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from q to k and v; self-attention is `attend(x, x, x)`.
@@ -187,6 +198,7 @@ class MultiHeadAttention(nn.Module):
             bias: float, added to the scores, may be learned: (Lq, Lk), (h, Lq, Lk), or anything that
                 broadcasts to (B, h, Lq, Lk). With three dims the first is the heads: a bias belongs to heads,
                 a mask to sequences.
+            positions: where the tokens stand, integers (L,) or (B, L), for `rotary`; 0 … L − 1 where not given.
             need_weights: False gives None in their place and never builds them.
 
         Returns:
@@ -205,6 +217,10 @@ class MultiHeadAttention(nn.Module):
         v_heads = (
             self.w_v(v).unflatten(-1, (self.num_kv_heads, self.d_k)).transpose(1, 2)
         )  # (B, h_kv, Lk, d_k)
+        if self.rotary is not None:
+            q_heads, k_heads = self._turn(q_heads, k_heads, positions)
+        elif positions is not None:
+            raise ValueError("MultiHeadAttention: positions need a module that was built with rotary=…")
         result = attention(
             q_heads,
             k_heads,
@@ -218,6 +234,15 @@ class MultiHeadAttention(nn.Module):
         )
         output, weights = result if need_weights else (result, None)
         return self.w_o(output.transpose(1, 2).flatten(-2)), weights  # (B, Lq, d_model), (B, h, Lq, Lk)
+
+    def _turn(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert self.rotary is not None
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                "MultiHeadAttention: rotary is for self-attention, where queries and keys are the same tokens; "
+                f"got {q.shape[2]} queries and {k.shape[2]} keys"
+            )
+        return self.rotary(q, positions), self.rotary(k, positions)
 
     def _check_shapes(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         expected = (self.d_model, self.kdim, self.vdim)

@@ -1,28 +1,26 @@
-"""Transformer blocks: attention and a feed-forward net, each with a residual connection and a norm."""
+"""Transformer blocks and stacks of them: attention and a feed-forward net, each with a residual and a norm."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from attn_ext.nn.attention import MultiHeadAttention
+from attn_ext.nn.feed_forward import feed_forward
+from attn_ext.nn.positional import RotaryEmbedding
 
-__all__ = ["TransformerEncoder", "TransformerEncoderBlock"]
-
-_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "relu": nn.ReLU,
-    "gelu": nn.GELU,
-    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
-    "silu": nn.SiLU,
-}
+__all__ = [
+    "TransformerDecoder",
+    "TransformerDecoderBlock",
+    "TransformerEncoder",
+    "TransformerEncoderBlock",
+]
 
 
 class TransformerEncoderBlock(nn.Module):
-    """Self-attention, then a feed-forward net on each token.
+    """Self-attention, then a feed-forward net on each token. With `causal=True` it is the block of GPT and Llama.
 
-        norm_first=False (BERT, the original)          norm_first=True (GPT-2, ViT)
+        norm_first=False (BERT, the original)          norm_first=True (GPT-2, Llama, ViT)
         x = norm1(x + dropout(self_attn(x)))           x = x + dropout(self_attn(norm1(x)))
         x = norm2(x + dropout(ffn(x)))                 x = x + dropout(ffn(norm2(x)))
 
@@ -32,19 +30,23 @@ class TransformerEncoderBlock(nn.Module):
         d_ff: width inside the feed-forward net.
         dropout: probability of dropping an attention weight, and an element of what either part adds to x.
         norm_first: where the norms stand, see above.
-        activation: "relu", "gelu" (exact), "gelu_tanh" (its tanh approximation) or "silu".
+        activation: "relu", "gelu" (exact), "gelu_tanh" (its tanh approximation), "silu", or the gated "swiglu"
+            and "geglu"; see `feed_forward`.
+        norm: "layer" (LayerNorm) or "rms" (RMSNorm).
         norm_eps: added to the variance in the norms; BERT's weights want 1e-12.
         bias: whether linear maps and norms have a bias.
         num_kv_heads: number of key/value heads; h where not given.
+        rotary: turns queries and keys by their positions.
+        ffn_dropout: probability of dropping a feature inside the feed-forward net.
         device, dtype: where and as what the parameters are made.
 
     Attributes:
         self_attn: MultiHeadAttention with w_q, w_k, w_v, w_o.
-        ffn: Sequential of Linear(d_model, d_ff), the activation, Linear(d_ff, d_model).
-        norm1, norm2: LayerNorm(d_model).
+        ffn: Sequential of Linear(d_model, d_ff), the activation, Linear(d_ff, d_model); or a GatedFeedForward.
+        norm1, norm2: the norms.
 
     Raises:
-        ValueError: sizes that do not fit together, or an unknown activation.
+        ValueError: sizes that do not fit together, an unknown activation or norm.
     """
 
     def __init__(
@@ -56,31 +58,24 @@ class TransformerEncoderBlock(nn.Module):
         *,
         norm_first: bool = False,
         activation: str = "relu",
+        norm: str = "layer",
         norm_eps: float = 1e-5,
         bias: bool = True,
         num_kv_heads: int | None = None,
+        rotary: RotaryEmbedding | None = None,
+        ffn_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in _ACTIVATIONS:
-            choices = ", ".join(_ACTIVATIONS)
-            raise ValueError(
-                f"TransformerEncoderBlock: activation must be one of {choices}, got {activation!r}"
-            )
-        if d_ff < 1:
-            raise ValueError(f"TransformerEncoderBlock: d_ff must be at least 1, got {d_ff}")
+        made = {"device": device, "dtype": dtype}
         self.norm_first = norm_first
         self.self_attn = MultiHeadAttention(
-            d_model, h, dropout, num_kv_heads=num_kv_heads, bias=bias, device=device, dtype=dtype
+            d_model, h, dropout, num_kv_heads=num_kv_heads, bias=bias, rotary=rotary, **made
         )
-        self.ffn = nn.Sequential(
-            nn.Linear(d_model, d_ff, bias=bias, device=device, dtype=dtype),
-            _ACTIVATIONS[activation](),
-            nn.Linear(d_ff, d_model, bias=bias, device=device, dtype=dtype),
-        )
-        self.norm1 = nn.LayerNorm(d_model, eps=norm_eps, bias=bias, device=device, dtype=dtype)
-        self.norm2 = nn.LayerNorm(d_model, eps=norm_eps, bias=bias, device=device, dtype=dtype)
+        self.ffn = feed_forward(d_model, d_ff, activation, dropout=ffn_dropout, bias=bias, **made)
+        self.norm1 = make_norm(norm, d_model, norm_eps, bias=bias, **made)
+        self.norm2 = make_norm(norm, d_model, norm_eps, bias=bias, **made)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -91,13 +86,15 @@ class TransformerEncoderBlock(nn.Module):
         causal: bool | str = False,
         key_lengths: Tensor | None = None,
         bias: Tensor | None = None,
+        positions: Tensor | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x (B, L, d_model) → (B, L, d_model), and the weights (B, h, L, L) as well with `need_weights`.
 
         Args:
             x: the tokens.
-            mask, causal, key_lengths, bias: which keys a token may attend to, as in `MultiHeadAttention`.
+            mask, causal, key_lengths, bias, positions: which keys a token may attend to and where tokens
+                stand, as in `MultiHeadAttention`.
             need_weights: also return the attention weights before dropout.
 
         Raises:
@@ -113,6 +110,7 @@ class TransformerEncoderBlock(nn.Module):
             causal=causal,
             key_lengths=key_lengths,
             bias=bias,
+            positions=positions,
             need_weights=need_weights,
         )
         if self.norm_first:
@@ -124,17 +122,137 @@ class TransformerEncoderBlock(nn.Module):
         return (x, weights) if need_weights else x
 
 
+class TransformerDecoderBlock(nn.Module):
+    """Masked self-attention, attention to an encoder's output, a feed-forward net.
+
+        norm_first=False (the original)                      norm_first=True
+        x = norm1(x + dropout(masked_self_attn(x)))          x = x + dropout(masked_self_attn(norm1(x)))
+        x = norm2(x + dropout(cross_attn(x, encoder)))       x = x + dropout(cross_attn(norm2(x), encoder))
+        x = norm3(x + dropout(ffn(x)))                       x = x + dropout(ffn(norm3(x)))
+
+    Args:
+        d_model, h, d_ff, dropout, norm_first, activation, norm, norm_eps, bias, num_kv_heads, ffn_dropout,
+            device, dtype: as in `TransformerEncoderBlock`.
+        causal: whether a token sees only itself and those before it. With False it sees all that the
+            `causal_mask` given to forward leaves, as in torch's layer.
+        rotary: turns queries and keys of the self-attention by their positions.
+
+    Attributes:
+        masked_self_attn, cross_attn: MultiHeadAttention.
+        ffn: as in `TransformerEncoderBlock`.
+        norm1, norm2, norm3: the norms.
+
+    Raises:
+        ValueError: sizes that do not fit together, an unknown activation or norm.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        h: int,
+        d_ff: int,
+        dropout: float = 0.1,
+        *,
+        causal: bool = True,
+        norm_first: bool = False,
+        activation: str = "relu",
+        norm: str = "layer",
+        norm_eps: float = 1e-5,
+        bias: bool = True,
+        num_kv_heads: int | None = None,
+        rotary: RotaryEmbedding | None = None,
+        ffn_dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.causal = causal
+        self.norm_first = norm_first
+        self.masked_self_attn = MultiHeadAttention(
+            d_model, h, dropout, num_kv_heads=num_kv_heads, bias=bias, rotary=rotary, **made
+        )
+        self.cross_attn = MultiHeadAttention(
+            d_model, h, dropout, num_kv_heads=num_kv_heads, bias=bias, **made
+        )
+        self.ffn = feed_forward(d_model, d_ff, activation, dropout=ffn_dropout, bias=bias, **made)
+        self.norm1 = make_norm(norm, d_model, norm_eps, bias=bias, **made)
+        self.norm2 = make_norm(norm, d_model, norm_eps, bias=bias, **made)
+        self.norm3 = make_norm(norm, d_model, norm_eps, bias=bias, **made)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        encoder_output: Tensor,
+        causal_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        *,
+        key_lengths: Tensor | None = None,
+        encoder_lengths: Tensor | None = None,
+        positions: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """x (B, L, d_model) → (B, L, d_model), with `need_weights` also both attentions' weights.
+
+        Args:
+            x: the tokens written so far.
+            encoder_output: (B, Lsource, d_model).
+            causal_mask: mask of the self-attention, in any form that `MultiHeadAttention` takes; beside what
+                `causal` hides.
+            padding_mask: mask of the attention to the encoder's output, such as the (B, 1, 1, Lsource) of
+                `masks.padding`.
+            key_lengths: (B,) lengths of the sequences in x.
+            encoder_lengths: (B,) lengths of the sequences in encoder_output.
+            positions: where the tokens of x stand, for `rotary`.
+            need_weights: also return the weights before dropout, (B, h, L, L) and (B, h, L, Lsource).
+
+        Raises:
+            TypeError: an integer mask (use mask.bool()).
+            ValueError: shapes that do not fit together.
+        """
+        inner = self.norm1(x) if self.norm_first else x
+        attended, self_weights = self.masked_self_attn(
+            inner,
+            inner,
+            inner,
+            causal_mask,
+            causal=self.causal,
+            key_lengths=key_lengths,
+            positions=positions,
+            need_weights=need_weights,
+        )
+        x = x + self.dropout(attended)
+        x = x if self.norm_first else self.norm1(x)
+        attended, cross_weights = self.cross_attn(
+            self.norm2(x) if self.norm_first else x,
+            encoder_output,
+            encoder_output,
+            padding_mask,
+            key_lengths=encoder_lengths,
+            need_weights=need_weights,
+        )
+        x = x + self.dropout(attended)
+        if self.norm_first:
+            x = x + self.dropout(self.ffn(self.norm3(x)))
+        else:
+            x = self.norm2(x)
+            x = self.norm3(x + self.dropout(self.ffn(x)))
+        return (x, self_weights, cross_weights) if need_weights else x
+
+
 class TransformerEncoder(nn.Module):
     """A stack of `TransformerEncoderBlock`s.
 
     Args:
         num_layers: how many blocks.
-        d_model, h, d_ff, dropout, norm_first, activation, norm_eps, bias, num_kv_heads, device, dtype: as in
-            the block, the same for all.
+        d_model, h, d_ff, dropout, norm_first, activation, norm, norm_eps, bias, num_kv_heads, rotary,
+            ffn_dropout, device, dtype: as in the block, the same for all.
+        final_norm: whether a norm follows the last block; where not given, with norm_first.
 
     Attributes:
         layers: ModuleList of the blocks.
-        norm: LayerNorm(d_model) behind the last block where norm_first, Identity otherwise.
+        norm: the norm behind the last block, or Identity.
 
     Raises:
         ValueError: num_layers below 1, or what a block refuses.
@@ -150,15 +268,20 @@ class TransformerEncoder(nn.Module):
         *,
         norm_first: bool = False,
         activation: str = "relu",
+        norm: str = "layer",
         norm_eps: float = 1e-5,
         bias: bool = True,
         num_kv_heads: int | None = None,
+        rotary: RotaryEmbedding | None = None,
+        ffn_dropout: float = 0.0,
+        final_norm: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if num_layers < 1:
             raise ValueError(f"TransformerEncoder: num_layers must be at least 1, got {num_layers}")
+        made = {"device": device, "dtype": dtype}
         self.layers = nn.ModuleList(
             TransformerEncoderBlock(
                 d_model,
@@ -167,19 +290,18 @@ class TransformerEncoder(nn.Module):
                 dropout,
                 norm_first=norm_first,
                 activation=activation,
+                norm=norm,
                 norm_eps=norm_eps,
                 bias=bias,
                 num_kv_heads=num_kv_heads,
-                device=device,
-                dtype=dtype,
+                rotary=rotary,
+                ffn_dropout=ffn_dropout,
+                **made,
             )
             for _ in range(num_layers)
         )
-        self.norm = (
-            nn.LayerNorm(d_model, eps=norm_eps, bias=bias, device=device, dtype=dtype)
-            if norm_first
-            else nn.Identity()
-        )
+        final_norm = norm_first if final_norm is None else final_norm
+        self.norm = make_norm(norm, d_model, norm_eps, bias=bias, **made) if final_norm else nn.Identity()
 
     def forward(
         self,
@@ -189,21 +311,22 @@ class TransformerEncoder(nn.Module):
         causal: bool | str = False,
         key_lengths: Tensor | None = None,
         bias: Tensor | None = None,
+        positions: Tensor | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """x (B, L, d_model) → (B, L, d_model), and a list of weights (B, h, L, L) with `need_weights`.
 
         Args:
             x: the tokens.
-            mask, causal, key_lengths, bias: which keys a token may attend to, as in `MultiHeadAttention`;
-                the same for every block.
+            mask, causal, key_lengths, bias, positions: as in `TransformerEncoderBlock`, the same for every
+                block.
             need_weights: also return the attention weights before dropout.
 
         Raises:
             TypeError: an integer mask (use mask.bool()).
             ValueError: shapes that do not fit together.
         """
-        options = {"causal": causal, "key_lengths": key_lengths, "bias": bias}
+        options = {"causal": causal, "key_lengths": key_lengths, "bias": bias, "positions": positions}
         if not need_weights:
             for layer in self.layers:
                 x = layer(x, mask, **options)
@@ -213,3 +336,121 @@ class TransformerEncoder(nn.Module):
             x, layer_weights = layer(x, mask, **options, need_weights=True)
             weights.append(layer_weights)
         return self.norm(x), weights
+
+
+class TransformerDecoder(nn.Module):
+    """A stack of `TransformerDecoderBlock`s.
+
+    Args:
+        num_layers: how many blocks.
+        d_model, h, d_ff, dropout, causal, norm_first, activation, norm, norm_eps, bias, num_kv_heads, rotary,
+            ffn_dropout, device, dtype: as in the block, the same for all.
+        final_norm: whether a norm follows the last block; where not given, with norm_first.
+
+    Attributes:
+        layers: ModuleList of the blocks.
+        norm: the norm behind the last block, or Identity.
+
+    Raises:
+        ValueError: num_layers below 1, or what a block refuses.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        d_model: int,
+        h: int,
+        d_ff: int,
+        dropout: float = 0.1,
+        *,
+        causal: bool = True,
+        norm_first: bool = False,
+        activation: str = "relu",
+        norm: str = "layer",
+        norm_eps: float = 1e-5,
+        bias: bool = True,
+        num_kv_heads: int | None = None,
+        rotary: RotaryEmbedding | None = None,
+        ffn_dropout: float = 0.0,
+        final_norm: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_layers < 1:
+            raise ValueError(f"TransformerDecoder: num_layers must be at least 1, got {num_layers}")
+        made = {"device": device, "dtype": dtype}
+        self.layers = nn.ModuleList(
+            TransformerDecoderBlock(
+                d_model,
+                h,
+                d_ff,
+                dropout,
+                causal=causal,
+                norm_first=norm_first,
+                activation=activation,
+                norm=norm,
+                norm_eps=norm_eps,
+                bias=bias,
+                num_kv_heads=num_kv_heads,
+                rotary=rotary,
+                ffn_dropout=ffn_dropout,
+                **made,
+            )
+            for _ in range(num_layers)
+        )
+        final_norm = norm_first if final_norm is None else final_norm
+        self.norm = make_norm(norm, d_model, norm_eps, bias=bias, **made) if final_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        encoder_output: Tensor,
+        causal_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        *,
+        key_lengths: Tensor | None = None,
+        encoder_lengths: Tensor | None = None,
+        positions: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """x (B, L, d_model) → (B, L, d_model), and a list of (self, cross) weights with `need_weights`.
+
+        Args:
+            x, encoder_output, causal_mask, padding_mask, key_lengths, encoder_lengths, positions: as in
+                `TransformerDecoderBlock`, the same for every block.
+            need_weights: also return both attentions' weights of every block, before dropout.
+
+        Raises:
+            TypeError: an integer mask (use mask.bool()).
+            ValueError: shapes that do not fit together.
+        """
+        options = {"key_lengths": key_lengths, "encoder_lengths": encoder_lengths, "positions": positions}
+        weights = []
+        for layer in self.layers:
+            x = layer(x, encoder_output, causal_mask, padding_mask, **options, need_weights=need_weights)
+            if need_weights:
+                x, self_weights, cross_weights = x
+                weights.append((self_weights, cross_weights))
+        return (self.norm(x), weights) if need_weights else self.norm(x)
+
+
+def make_norm(
+    norm: str,
+    d_model: int,
+    eps: float,
+    *,
+    bias: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """LayerNorm ("layer") or RMSNorm ("rms", which has no bias) over d_model features.
+
+    Raises:
+        ValueError: another name.
+    """
+    if norm == "layer":
+        return nn.LayerNorm(d_model, eps=eps, bias=bias, device=device, dtype=dtype)
+    if norm == "rms":
+        return nn.RMSNorm(d_model, eps=eps, device=device, dtype=dtype)
+    raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")

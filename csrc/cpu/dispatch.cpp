@@ -103,7 +103,7 @@ std::atomic<const Kernels*> active{nullptr};
 
 std::vector<IsaInfo> isas() {
   std::vector<IsaInfo> all;
-  for (const char* name : {"avx512", "avx2", "neon", "scalar"}) {
+  for (const char* name : kAllIsas) {
     IsaInfo info{name, false, false, ""};
     for (const Kernels& k : kTable) info.compiled |= std::string(name) == k.name;
     const std::string lacks = missing(name);

@@ -14,6 +14,11 @@ struct TileShape {
 
 }  // namespace attn_ext::cpu
 
+// All of them, whatever the platform, best first.
+namespace attn_ext::cpu {
+inline constexpr const char* kAllIsas[] = {"avx512", "avx2", "neon", "scalar"};
+}
+
 #if defined(__x86_64__)
 #define ATTN_EXT_FOR_EACH_ISA(X) X(avx512) X(avx2) X(scalar)
 #elif defined(__aarch64__)

@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 namespace attn_ext::cpu {
@@ -54,8 +55,15 @@ inline f16 to_f16(float x) {
 inline float to_float(float x) { return x; }
 inline double to_float(double x) { return x; }
 
+// A finite double beyond float's range becomes float's largest number: as a bias it must stay huge and finite, for −Inf
+// means hidden.
 template <class Compute, class Storage>
 inline Compute convert_from(Storage x) {
+  if constexpr (std::is_same_v<Compute, float> && std::is_same_v<Storage, double>) {
+    constexpr double largest = std::numeric_limits<float>::max();
+    if (x > largest && x <= std::numeric_limits<double>::max()) return std::numeric_limits<float>::max();
+    if (x < -largest && x >= -std::numeric_limits<double>::max()) return -std::numeric_limits<float>::max();
+  }
   return static_cast<Compute>(to_float(x));
 }
 

@@ -131,18 +131,20 @@ def test_the_markdown_table_shows_lost_rows_too() -> None:
     assert lines[0].startswith("| B,H,L,D | dtype | pass |")
     assert all(line.count("|") == lines[0].count("|") for line in lines[:4])
     assert "**2.50**" in lines[2] and lines[3].endswith("| 0.50 |")
+    overlapping = made_up_row(SQUARE, ours_us=100.0, torch_us=105.0, spread=0.1)
+    assert table.markdown(made_up_result([overlapping])).splitlines()[2].endswith("| 1.05 |")  # not bold
     assert "A CPU, 2 threads, scalar" in lines[-1]
 
 
 def test_write_replaces_only_what_stands_between_the_markers(tmp_path: Path) -> None:
     result = saved(tmp_path / "a.json", made_up_row(SQUARE, 100.0, 250.0))
     page = tmp_path / "README.md"
-    page.write_text(f"head\n{table.BEGIN}\nold\n{table.END}\ntail\n", encoding="utf-8")
+    page.write_text(f"head\n{table.BEGIN}\nstale text\n{table.END}\ntail\n", encoding="utf-8")
     for _ in range(2):  # twice: writing again changes nothing
         assert main(["table", result, "--markdown", "--write", str(page)]) == 0
         text = page.read_text(encoding="utf-8")
         assert text.startswith(f"head\n{table.BEGIN}\n| B,H,L,D") and text.endswith(f"\n{table.END}\ntail\n")
-        assert "old" not in text and text.count("| fp32 |") == 1
+        assert "stale text" not in text and text.count("| fp32 |") == 1
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ class BackwardWorker {
   T *p_tile_ = nullptr, *ds_tile_ = nullptr;     // [kRows][kTileStride]
   T* cap_tile_ = nullptr;                        // [kRows][kTileStride]
   RowBuffers<T> buffers_;
-  uint8_t *keep_ = nullptr, *hidden_ = nullptr;  // [kKeys], [kRows][kKeys]
+  uint8_t *keep_ = nullptr, *hidden_ = nullptr;  // [kKeys], [kRows][kTileStride]
 
   Scratch scratch_;
 

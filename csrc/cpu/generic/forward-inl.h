@@ -348,10 +348,11 @@ class ForwardWorker {
         sum = sum * factor + (sink == now ? T(1) : exp2_nonpositive<T>((sink - now) * units_.c));
         max = now;
       }
-      const T inverse = sum == T(0) ? T(0) : T(1) / sum;
+      // A row without a key stays 0 whatever its sink, a NaN included.
+      const T inverse = t.sum[r] == T(0) ? T(0) : T(1) / sum;
       if (p_.Dv > 0) {
         store_row<T>(p_.out, address(p_.out, p_.batch_inner, row.b, row.h, sequence_.q_row + row.i), p_.Dv,
-                     factor * inverse, acc);
+                     inverse == T(0) ? T(0) : factor * inverse, acc);
       }
       const int64_t at = sequence_.q_row + row.i;
       if (p_.row_max) row_address<T>(p_.row_max, row.b, row.h)[at] = max;

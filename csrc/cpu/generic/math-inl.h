@@ -32,7 +32,7 @@ inline constexpr std::array<double, 13> kExp2Polynomial<double>{0x1.c2c59cf711b9
                                                                 0x1.62e42fefa39efp-1,
                                                                 1.0};
 
-// 2^y for y ≤ 0: exactly 1 at 0, exactly 0 below the smallest normal number, NaN for NaN.
+// 2^y for y ≤ 0: exactly 1 at 0, exactly 0 below half the smallest normal number, NaN for NaN.
 //
 // y = n + f with n the nearest integer. Adding kExponentShift = 1.5·2^23 + 127 (fp32) rounds y to n and leaves n + 127
 // in the low bits of the sum, from where one shift makes the float 2^n; 2^f is a polynomial. The two are multiplied, not

@@ -86,12 +86,15 @@ inline void finish_scores(const AttentionParams& p, const ScoreUnits<T>& units, 
         if (cap_derivative) (V::broadcast(T(1)) - t * t).store(cap_derivative + j);
       }
     }
+    // A bias of −Inf hides, even where q·k is NaN, and whatever else is added: with several things to add, in the end.
+    const bool hide_at_end = p.bias[1] || p.alibi_slopes;
     for (const TensorView& bias : p.bias) {
       if (!bias) continue;
       const T* numbers = bias_row<T>(p, bias, row, s, buffers.numbers);
       for (int64_t j = from; j < to; j += V::N) {
-        const V add = V::load(numbers + j);  // −Inf hides, even where q·k is NaN
-        V::select(V::equal(add, minus_infinity), minus_infinity, V::load(x + j) + add).store(x + j);
+        const V add = V::load(numbers + j);
+        const V sum = V::load(x + j) + add;
+        (hide_at_end ? sum : V::select(V::equal(add, minus_infinity), minus_infinity, sum)).store(x + j);
       }
     }
     if (p.alibi_slopes) {
@@ -100,6 +103,15 @@ inline void finish_scores(const AttentionParams& p, const ScoreUnits<T>& units, 
       for (int64_t j = from; j < to; j += V::N) {
         V::fma(slope, V::abs(distance), V::load(x + j)).store(x + j);
         distance = distance + V::broadcast(T(V::N));
+      }
+    }
+    if (hide_at_end) {
+      for (const TensorView& bias : p.bias) {
+        if (!bias) continue;
+        const T* numbers = bias_row<T>(p, bias, row, s, buffers.numbers);
+        for (int64_t j = from; j < to; j += V::N) {
+          V::select(V::equal(V::load(numbers + j), minus_infinity), minus_infinity, V::load(x + j)).store(x + j);
+        }
       }
     }
   }

@@ -66,7 +66,6 @@ struct Vec<float> {
     return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(wide, _mm256_setzero_si256()))};
   }
   static Vec select(Mask m, Vec yes, Vec no) { return {_mm256_blendv_ps(no.v, yes.v, m.m)}; }
-  static bool any(Mask m) { return _mm256_movemask_ps(m.m) != 0; }
 
   float first() const { return _mm256_cvtss_f32(v); }
   float sum() const {
@@ -140,7 +139,6 @@ struct Vec<double> {
     return {_mm256_castsi256_pd(_mm256_cmpgt_epi64(wide, _mm256_setzero_si256()))};
   }
   static Vec select(Mask m, Vec yes, Vec no) { return {_mm256_blendv_pd(no.v, yes.v, m.m)}; }
-  static bool any(Mask m) { return _mm256_movemask_pd(m.m) != 0; }
 
   double first() const { return _mm256_cvtsd_f64(v); }
   double sum() const {

@@ -10,12 +10,6 @@
 
 #include "cpu/generic/std_headers.h"
 
-#if defined(__GNUC__) && !defined(__clang__)
-// gcc 12's own AVX-512 headers start from a deliberately uninitialised register, and warn of it when inlined.
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
 #if !defined(ATTN_EXT_EMULATE_AVX512)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \

@@ -68,7 +68,6 @@ struct Vec<float> {
     return {_mm512_cmpneq_epi32_mask(wide, _mm512_setzero_si512())};
   }
   static Vec select(Mask m, Vec yes, Vec no) { return {_mm512_mask_mov_ps(no.v, m.m, yes.v)}; }
-  static bool any(Mask m) { return m.m != 0; }
 
   float first() const { return _mm512_cvtss_f32(v); }
   // The halves are added and compared in a fixed order of our own: what _mm512_reduce_* does is the compiler's choice.
@@ -152,7 +151,6 @@ struct Vec<double> {
     return {_mm512_cmpneq_epi64_mask(wide, _mm512_setzero_si512())};
   }
   static Vec select(Mask m, Vec yes, Vec no) { return {_mm512_mask_mov_pd(no.v, m.m, yes.v)}; }
-  static bool any(Mask m) { return m.m != 0; }
 
   double first() const { return _mm512_cvtsd_f64(v); }
   double sum() const {

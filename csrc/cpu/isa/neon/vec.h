@@ -63,7 +63,6 @@ struct Vec<float> {
     return {vtstq_u32(lanes, lanes)};
   }
   static Vec select(Mask m, Vec yes, Vec no) { return {vbslq_f32(m.m, yes.v, no.v)}; }
-  static bool any(Mask m) { return vmaxvq_u32(m.m) != 0; }
 
   float first() const { return vgetq_lane_f32(v, 0); }
   float sum() const {
@@ -125,7 +124,6 @@ struct Vec<double> {
     return {lanes};
   }
   static Vec select(Mask m, Vec yes, Vec no) { return {vbslq_f64(m.m, yes.v, no.v)}; }
-  static bool any(Mask m) { return (vgetq_lane_u64(m.m, 0) | vgetq_lane_u64(m.m, 1)) != 0; }
 
   double first() const { return vgetq_lane_f64(v, 0); }
   double sum() const { return vgetq_lane_f64(v, 0) + vgetq_lane_f64(v, 1); }

@@ -67,11 +67,6 @@ struct Vec {
     return r;
   }
   static Vec select(Mask m, Vec yes, Vec no) { return from_bits((bits(yes) & m.m) | (bits(no) & ~m.m)); }
-  static bool any(Mask m) {
-    Bits all = 0;
-    for (int i = 0; i < N; ++i) all |= m.m[i];
-    return all != 0;
-  }
 
   T first() const { return v[0]; }
   T sum() const {
