@@ -142,7 +142,6 @@ def test_a_decoder_block_sees_no_future_and_all_of_the_source() -> None:
     changed = x.clone()
     changed[:, 3:] = torch.randn(2, 3, 16)
     torch.testing.assert_close(block(changed, encoder_output, *masks)[:, :3], output[:, :3])
-    assert not torch.allclose(block(changed, encoder_output)[:, :3], block(x, encoder_output)[:, :3])
     padding_changed, source_changed = encoder_output.clone(), encoder_output.clone()
     padding_changed[0, 6:] = 100.0
     source_changed[:, 0] += 1.0
@@ -150,7 +149,7 @@ def test_a_decoder_block_sees_no_future_and_all_of_the_source() -> None:
     assert not torch.allclose(block(x, source_changed, *masks)[0, 0], output[0, 0])
 
 
-def test_the_training_loop_runs_and_stays_at_the_baseline_as_it_truly_does() -> None:
+def test_the_training_loop_runs_and_stays_at_the_baseline_as_it_truly_does(one_thread: None) -> None:
     torch.manual_seed(42)
 
     def sentences(count: int) -> tuple[torch.Tensor, torch.Tensor]:
