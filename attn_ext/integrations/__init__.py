@@ -1,8 +1,7 @@
 """attn_ext under code that was not written for it.
 
-| what | for |
-|---|---|
-| `override_sdpa()` | all calls of torch's own attention in this process, in a `with` block, a function or until switched off |
+`override_sdpa()` serves every attention call of torch in this process: in a `with` block, while a function runs, or
+until it is switched off.
 """
 
 from attn_ext.integrations.sdpa import Calls, override_sdpa

@@ -23,6 +23,7 @@ import importlib.util
 import inspect
 import sys
 import threading
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -44,6 +45,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SDPA = "aten::scaled_dot_product_attention"
 _MHA = "aten::_native_multi_head_attention"
+_AUTOGRAD = torch._C.DispatchKey.AutogradCPU
 _torch_sdpa = F.scaled_dot_product_attention  # the builtin; nobody's name for it is replaced
 _compiling = torch.compiler.is_compiling
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -80,38 +82,40 @@ class override_sdpa:  # noqa: N801  a context manager in torch's style, as torch
     a learned `attn_mask` work too.
 
     Everything else is passed on to torch's own kernels with unchanged arguments, and counted with the reason: other
-    devices, dtypes and layouts, tensor subclasses, forward-mode AD and torch.func, empty tensors, and whatever torch
-    answers with an error. Not seen, and so not counted: attention that other code computes by itself with matrix products;
-    torch's fused operators called directly; jagged nested tensors, which bring their own implementation.
+    devices, dtypes and layouts, tensor subclasses, forward-mode AD and torch.func, empty tensors, is_causal beside a mask,
+    weights after dropout (nn.MultiheadAttention in training), and whatever torch answers with an error. Not seen, and so
+    not counted: attention that other code computes by itself with matrix products; torch's fused operators called
+    directly; jagged nested tensors, which bring their own implementation.
 
     Results agree with torch's to rounding, with these differences: dropout draws other random numbers (from the same
-    generator), a hidden key that holds NaN or Inf does not reach the rows that cannot see it, and the memory order of the
-    output is always that of the query, while some of torch's kernels return it contiguous.
+    generator), a hidden key that holds NaN or Inf does not reach the rows that cannot see it, and the memory order of
+    the output is always that of the query, while some of torch's kernels return it contiguous.
 
     One switch serves the whole process, so all threads see it; it is off when the last of several nested or
     concurrent users has left, exceptions included, and then torch's kernels and functions stand where they stood.
     Switch on and off while no other thread runs attention: torch's dispatcher changes without a lock for its readers.
 
-    torch.compile: each compiled function carries a guard on the switch, so that what was compiled while it was off runs
-    torch's kernels and what was compiled while it was on runs ours; where the switch has changed, the function is
-    compiled a second time, and both versions are kept. Code that was compiled before the very first use is forgotten then
-    (torch.compiler.reset()), for it has no guard. A function that contains the block, or is decorated, can be compiled
-    with fullgraph=True. Compiled calls are counted once when they are traced, not at each run; those with
-    need_weights=True off the fast path stay torch's. Other tracers (torch.export, make_fx, torch.jit) record torch's operator;
-    what they recorded is served when it runs while the switch is on, unless it was decomposed.
+    torch.compile: each compiled function carries a guard on the switch. What was compiled while it was off runs torch's
+    kernels, what was compiled while it was on runs ours; where the switch has changed, the function is compiled once
+    more, and both versions are kept. Code compiled before the very first use has no guard and is forgotten at that use
+    (torch.compiler.reset()). A function that holds the block, or is decorated, compiles with fullgraph=True; the block
+    then yields counts that stay 0. Compiled calls are counted when they are traced, not when they run. Weights of
+    nn.MultiheadAttention off the fast path stay torch's in compiled code. Other tracers (torch.export, make_fx,
+    torch.jit) record torch's operators; a recorded scaled_dot_product_attention is served when it runs while the switch
+    is on, one that was decomposed is not.
     """
 
     def __init__(self) -> None:
         self._entered: list[tuple[Calls, bool]] = []
 
     def __enter__(self) -> Calls:
-        calls = Calls()
-        if _compiling():  # Dynamo reads this and keeps the switch as a variable of its own
-            self._entered.append((calls, _switch.on))
+        if _compiling():  # Dynamo reads this, and the switch is a variable of the function it compiles
+            self._entered.append((_UNCOUNTED, _switch.on))
             _switch.on = True
-        else:
-            self._entered.append((calls, False))
-            _switch.open(calls)
+            return _UNCOUNTED
+        calls = Calls()
+        self._entered.append((calls, False))
+        _switch.open(calls)
         return calls
 
     def __exit__(
@@ -230,6 +234,7 @@ class _Switch:
             if not self._users:
                 self.on = False
                 self._restore()
+                _forget_dynamo_import()
 
     def count(self, reason: str | None, compiled: bool = False) -> None:
         with self._lock:
@@ -263,6 +268,7 @@ class _Switch:
 
 
 _switch = _Switch()
+_UNCOUNTED = Calls()  # what a block inside compiled code yields
 
 
 # --- scaled_dot_product_attention -----------------------------------------------------------------------------------
@@ -288,6 +294,9 @@ def _sdpa_kernel(torch_kernel: Any) -> Callable[..., Tensor]:
         )
         if reason is None:
             _switch.count(None)
+            if torch.is_grad_enabled() and not keys.has(_AUTOGRAD):  # called by the kernel of some operator:
+                with torch.no_grad():  # that operator's gradient is its own affair
+                    return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if reason != _TRACED:
             _switch.count(reason)
@@ -364,7 +373,7 @@ def _why_not(
     is_causal: bool,
     enable_gqa: bool,
 ) -> str | None:
-    """Why our kernels do not take a call: they lack something, or torch answers it with an error that is torch's to raise."""
+    """Why our kernels do not take a call: they lack something, or the answer is an error, which torch shall raise."""
     dtype = query.dtype
     for t in (query, key, value) if attn_mask is None else (query, key, value, attn_mask):
         if t.device.type != "cpu":
@@ -456,9 +465,7 @@ def _mha_kernel(torch_kernel: Any) -> Callable[..., tuple[Tensor, Tensor | None]
         mask_type: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
-        reason = _why_special(query, key, value, *weights, mask) or _why_not_mha(
-            query, key, value, embed_dim, num_head, weights, mask, mask_type
-        )
+        reason = _why_not_mha(query, key, value, embed_dim, num_head, weights, mask, mask_type)
         _switch.count(reason)
         if reason is not None:
             return torch_kernel.call_boxed(
@@ -622,11 +629,18 @@ def _wrap_mha_forward(torch_forward: Callable[..., Any]) -> Callable[..., Any]:
     `scaled_dot_product_attention`, which computes the weights besides.
     """
     signature = inspect.signature(torch_forward)
+    # Dynamo takes torch's function for an operator and does not look inside; it does read a function of its own.
+    readable = types.FunctionType(
+        torch_forward.__code__, torch_forward.__globals__, torch_forward.__name__, torch_forward.__defaults__
+    )
+    readable.__kwdefaults__ = torch_forward.__kwdefaults__
 
     @functools.wraps(torch_forward)
     def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
         if _compiling():
-            return torch_forward(*args, **kwargs)
+            if kwargs.get("need_weights", len(args) < 16 or args[15]):
+                _count_traced("weights in compiled code")
+            return readable(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         options = call.arguments
@@ -679,7 +693,7 @@ def _compiled_sdpa(
             return ops.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-    if query.is_nested:  # a subclass with its own idea of the function
+    if query.is_nested:  # a subclass that knows the function by its name, not the operator
         return _torch_sdpa_in_graph(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -689,7 +703,7 @@ def _compiled_sdpa(
 
 
 def _why_not_compiled(*tensors: Tensor) -> str | None:
-    if _functorch_active():
+    if _functorch_traced():
         return "torch.func transform"
     for t in tensors:
         if t.is_nested:
@@ -703,6 +717,10 @@ def _torch_sdpa_in_graph(*args: Any, **kwargs: Any) -> Tensor:
     return _torch_sdpa(*args, **kwargs)
 
 
+def _functorch_traced() -> bool:
+    return _functorch_active()
+
+
 def _count_traced(reason: str | None) -> None:
     _switch.count(reason, compiled=True)
 
@@ -713,23 +731,34 @@ _dynamo_taught = False
 def _teach_dynamo() -> None:
     """Makes Dynamo read `_compiled_sdpa`, now or as soon as something imports it (which takes seconds)."""
     if "torch._dynamo" not in sys.modules:
-        if not any(isinstance(finder, _WhenDynamoIsImported) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _WhenDynamoIsImported())
+        sys.meta_path.insert(0, _WhenDynamoIsImported())
     elif not _dynamo_taught:
         _substitute()
         torch.compiler.reset()  # what was compiled up to now has no guard
 
 
+def _forget_dynamo_import() -> None:
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _WhenDynamoIsImported)]
+
+
 def _substitute() -> None:
     global _dynamo_taught
-    from torch._dynamo import trace_rules
-
-    torch.compiler.assume_constant_result(_count_traced)
-    torch.compiler.allow_in_graph(_torch_sdpa_in_graph)
-    # torch's own entry would win; where there is none, nothing is lost.
-    trace_rules.get_torch_obj_rule_map().pop(_torch_sdpa, None)
-    torch.compiler.substitute_in_graph(_torch_sdpa, skip_signature_check=True)(_compiled_sdpa)
     _dynamo_taught = True
+    try:
+        from torch._dynamo import trace_rules
+
+        # torch's own entry would win; where there is none, nothing is lost.
+        trace_rules.get_torch_obj_rule_map().pop(_torch_sdpa, None)
+        torch.compiler.substitute_in_graph(_torch_sdpa, skip_signature_check=True)(_compiled_sdpa)
+        torch.compiler.allow_in_graph(_torch_sdpa_in_graph)
+        torch.compiler.assume_constant_result(_count_traced)
+        torch.compiler.assume_constant_result(_functorch_traced)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        warnings.warn(
+            f"override_sdpa() does not know the compiler of torch {torch.__version__} ({error}): "
+            "what torch.compile makes keeps torch's kernels",
+            stacklevel=2,
+        )
 
 
 class _WhenDynamoIsImported(importlib.abc.MetaPathFinder):
