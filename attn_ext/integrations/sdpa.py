@@ -32,6 +32,7 @@ from types import ModuleType, TracebackType
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -45,8 +46,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SDPA = "aten::scaled_dot_product_attention"
 _MHA = "aten::_native_multi_head_attention"
+_MATH = torch.nn.attention.SDPBackend.MATH.value
+_STRIDED = torch.strided
+_LARGEST = sys.float_info.max
 _AUTOGRAD = torch._C.DispatchKey.AutogradCPU
 _torch_sdpa = F.scaled_dot_product_attention  # the builtin; nobody's name for it is replaced
+_grad_enabled = torch.is_grad_enabled
 _compiling = torch.compiler.is_compiling
 _functorch_active = torch._C._are_functorch_transforms_active
 
@@ -82,14 +87,14 @@ class override_sdpa:  # noqa: N801  a context manager in torch's style, as torch
     a learned `attn_mask` work too.
 
     Everything else is passed on to torch's own kernels with unchanged arguments, and counted with the reason: other
-    devices, dtypes and layouts, tensor subclasses, forward-mode AD and torch.func, empty tensors, is_causal beside a mask,
-    weights after dropout (nn.MultiheadAttention in training), and whatever torch answers with an error. Not seen, and so
-    not counted: attention that other code computes by itself with matrix products; torch's fused operators called
-    directly; jagged nested tensors, which bring their own implementation.
+    devices, dtypes and layouts, tensor subclasses, forward-mode AD and torch.func, empty tensors, is_causal beside a
+    mask, weights after dropout (nn.MultiheadAttention in training), and whatever torch answers with an error. Not seen,
+    and so not counted: attention that other code computes by itself with matrix products; torch's fused operators
+    called directly; jagged nested tensors, which bring their own implementation.
 
     Results agree with torch's to rounding, with these differences: dropout draws other random numbers (from the same
-    generator), a hidden key that holds NaN or Inf does not reach the rows that cannot see it, and the memory order of
-    the output is always that of the query, while some of torch's kernels return it contiguous.
+    generator), a hidden key that holds NaN or Inf does not reach the rows that cannot see it, and in compiled code
+    the memory order of the output is always that of the query, while torch's unfused kernel returns it contiguous.
 
     One switch serves the whole process, so all threads see it; it is off when the last of several nested or
     concurrent users has left, exceptions included, and then torch's kernels and functions stand where they stood.
@@ -100,9 +105,9 @@ class override_sdpa:  # noqa: N801  a context manager in torch's style, as torch
     more, and both versions are kept. Code compiled before the very first use has no guard and is forgotten at that use
     (torch.compiler.reset()). A function that holds the block, or is decorated, compiles with fullgraph=True; the block
     then yields counts that stay 0. Compiled calls are counted when they are traced, not when they run. Weights of
-    nn.MultiheadAttention off the fast path stay torch's in compiled code. Other tracers (torch.export, make_fx,
-    torch.jit) record torch's operators; a recorded scaled_dot_product_attention is served when it runs while the switch
-    is on, one that was decomposed is not.
+    nn.MultiheadAttention off the fast path stay torch's in compiled code. torch.export, torch.jit and other tracers on
+    fake tensors record torch's scaled_dot_product_attention, which is served whenever it runs while the switch is on;
+    torch.export(strict=True) and tracers on real tensors record ours while it is on, and keep it.
     """
 
     def __init__(self) -> None:
@@ -122,7 +127,7 @@ class override_sdpa:  # noqa: N801  a context manager in torch's style, as torch
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         calls, was_on = self._entered.pop()
-        if _compiling():
+        if calls is _UNCOUNTED:
             _switch.on = was_on
         else:
             _switch.close(calls)
@@ -257,6 +262,10 @@ class _Switch:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for name, key, kernel in kernels:
+                if (
+                    _dynamo_taught
+                ):  # else it would compile them where a compiled function falls back to eager mode
+                    kernel = torch.compiler.disable(kernel)
                 self._library.impl(name.removeprefix("aten::"), kernel, key, with_keyset=True)
         self._torch_mha_forward = F.multi_head_attention_forward
         F.multi_head_attention_forward = _wrap_mha_forward(self._torch_mha_forward)
@@ -290,11 +299,11 @@ def _sdpa_kernel(torch_kernel: Any) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
     ) -> Tensor:
         reason = _why_special(query, key, value, attn_mask) or _why_not(
-            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
         if reason is None:
             _switch.count(None)
-            if torch.is_grad_enabled() and not keys.has(_AUTOGRAD):  # called by the kernel of some operator:
+            if _grad_enabled() and not keys.has(_AUTOGRAD):  # called by the kernel of some operator:
                 with torch.no_grad():  # that operator's gradient is its own affair
                     return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -326,9 +335,13 @@ def _serve(
     enable_gqa: bool,
 ) -> Tensor:
     if not _wanted.weights:
-        return ops.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        out = ops.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        if not out.is_contiguous() and _MATH == torch._fused_sdp_choice(
+            query, key, value, attn_mask, dropout_p, is_causal, **options
+        ):
+            return out.contiguous()  # as torch's unfused kernel leaves it; somebody may call .view
+        return out
     out, lse, weights = ops.attention(  # for `_wrap_mha_forward`, which knows that the shapes are simple
         query, key, value, mask=attn_mask, scale=scale, return_lse=True, return_weights=True
     )
@@ -371,16 +384,19 @@ def _why_not(
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
+    scale: float | None,
     enable_gqa: bool,
 ) -> str | None:
     """Why our kernels do not take a call: they lack something, or the answer is an error, which torch shall raise."""
     dtype = query.dtype
-    for t in (query, key, value) if attn_mask is None else (query, key, value, attn_mask):
-        if t.device.type != "cpu":
+    for t in (query, key, value, attn_mask):
+        if t is None:
+            continue
+        if not t.is_cpu:
             return f"device {t.device.type}"
-        if t.layout is not torch.strided:
+        if t.layout is not _STRIDED:
             return f"layout {t.layout}"
-    if key.dtype != dtype or value.dtype != dtype:
+    if key.dtype is not dtype or value.dtype is not dtype:
         return "query, key and value of different dtypes"
     if dtype not in _DTYPES:
         return f"dtype {dtype}"
@@ -388,19 +404,20 @@ def _why_not(
     rank = len(q_shape)
     if rank < 2 or len(k_shape) < 2 or len(v_shape) < 2:
         return "fewer than two dims"
-    if q_shape[-1] != k_shape[-1] or k_shape[-2] != v_shape[-2]:
-        return "shapes that do not fit"
-    if not q_shape[:-2] == k_shape[:-2] == v_shape[:-2]:
+    if not q_shape == k_shape == v_shape:
+        if q_shape[-1] != k_shape[-1] or k_shape[-2] != v_shape[-2]:
+            return "shapes that do not fit"
         reason = _why_not_leading(q_shape, k_shape, v_shape, enable_gqa)
         if reason is not None:
             return reason
-    elif enable_gqa and rank < 3:
+    if enable_gqa and rank < 3:
         return "shapes that do not fit"
-    for size in (*q_shape, *k_shape, *v_shape):
-        if size == 0:
-            return "empty tensor"
+    if query.numel() == 0 or key.numel() == 0 or value.numel() == 0:
+        return "empty tensor"
     if not 0.0 <= dropout_p <= 1.0:
         return "dropout_p outside [0, 1]"
+    if scale is not None and not -_LARGEST <= scale <= _LARGEST:
+        return "scale that is not finite"
     if attn_mask is None:
         return None
     if is_causal:
@@ -413,7 +430,9 @@ def _why_not(
 
 
 def _why_not_leading(q_shape: Any, k_shape: Any, v_shape: Any, enable_gqa: bool) -> str | None:
-    """Judges leading dims that are not all the same: heads that are shared, dims that are broadcast."""
+    """Judges leading dims: those that are not all the same are shared heads, or are broadcast."""
+    if q_shape[:-2] == k_shape[:-2] == v_shape[:-2]:
+        return None
     if enable_gqa:
         if len(q_shape) < 3 or not q_shape[:-3] == k_shape[:-3] == v_shape[:-3]:
             return "enable_gqa with other leading dims"
@@ -434,6 +453,8 @@ def _why_not_leading(q_shape: Any, k_shape: Any, v_shape: Any, enable_gqa: bool)
 def _why_not_mask_shape(shape: Any, q_shape: Any, *others: Any, Lk: int) -> str | None:
     if len(shape) < 2:
         return "attn_mask of fewer than two dims"
+    if len(shape) > max(len(s) for s in (q_shape, *others)):
+        return "shapes that do not fit"
     if shape[-1] not in (1, Lk) or shape[-2] not in (1, q_shape[-2]):
         return "shapes that do not fit"
     for n in range(3, 1 + len(shape)):
@@ -657,6 +678,9 @@ def _wrap_mha_forward(torch_forward: Callable[..., Any]) -> Callable[..., Any]:
             weights = weights.mean(1)
         return out, weights if options["query"].dim() == 3 else weights.squeeze(0)
 
+    # torch.jit.script compiles torch's function, from which it then calls scaled_dot_product_attention.
+    setattr(multi_head_attention_forward, "__script_if_tracing_wrapper", True)  # noqa: B010
+    setattr(multi_head_attention_forward, "__original_fn", torch_forward)  # noqa: B010
     return multi_head_attention_forward
 
 
@@ -686,7 +710,7 @@ def _compiled_sdpa(
     """What Dynamo reads in place of the builtin. That it reads `_switch.on` makes the guard."""
     if _switch.on:
         reason = _why_not_compiled(query, key, value) or _why_not(
-            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
         _count_traced(reason)
         if reason is None:
