@@ -93,8 +93,9 @@ class override_sdpa:  # noqa: N801  a context manager in torch's style, as torch
     called directly; jagged nested tensors, which bring their own implementation.
 
     Results agree with torch's to rounding, with these differences: dropout draws other random numbers (from the same
-    generator), a hidden key that holds NaN or Inf does not reach the rows that cannot see it, and in compiled code
-    the memory order of the output is always that of the query, while torch's unfused kernel returns it contiguous.
+    generator); a hidden key that holds NaN or Inf does not reach the rows that cannot see it; is_causal with a scale of 0
+    or less gives numbers where torch's kernel gives NaN; and in compiled code the memory order of the output is always
+    that of the query, while torch's unfused kernel returns it contiguous.
 
     One switch serves the whole process, so all threads see it; it is off when the last of several nested or
     concurrent users has left, exceptions included, and then torch's kernels and functions stand where they stood.
