@@ -93,9 +93,9 @@ class override_sdpa:  # noqa: N801  a context manager in torch's style, as torch
     called directly; jagged nested tensors, which bring their own implementation.
 
     Results agree with torch's to rounding, with these differences: dropout draws other random numbers (from the same
-    generator); a hidden key that holds NaN or Inf does not reach the rows that cannot see it; is_causal with a scale of 0
-    or less gives numbers where torch's kernel gives NaN; and in compiled code the memory order of the output is always
-    that of the query, while torch's unfused kernel returns it contiguous.
+    generator); a hidden key that holds NaN or Inf does not reach the rows that cannot see it; is_causal with a scale
+    of 0 or less gives numbers where torch's kernel gives NaN; and in compiled code the memory order of the output is
+    always that of the query, while torch's unfused kernel returns it contiguous.
 
     One switch serves the whole process, so all threads see it; it is off when the last of several nested or
     concurrent users has left, exceptions included, and then torch's kernels and functions stand where they stood.
@@ -108,7 +108,8 @@ class override_sdpa:  # noqa: N801  a context manager in torch's style, as torch
     then yields counts that stay 0. Compiled calls are counted when they are traced, not when they run. Weights of
     nn.MultiheadAttention off the fast path stay torch's in compiled code. torch.export, torch.jit and other tracers on
     fake tensors record torch's scaled_dot_product_attention, which is served whenever it runs while the switch is on;
-    torch.export(strict=True) and tracers on real tensors record ours while it is on, and keep it.
+    torch.export(strict=True) and tracers on real tensors record ours while it is on, and keep it. torch.jit.script of
+    nn.MultiheadAttention has to be called while it is off.
     """
 
     def __init__(self) -> None:
@@ -494,7 +495,11 @@ def _mha_kernel(torch_kernel: Any) -> Callable[..., tuple[Tensor, Tensor | None]
                 keys, query, key, value, embed_dim, num_head, *weights,
                 mask, need_weights, average_attn_weights, mask_type,
             )  # fmt: skip
-        q, k, v = _project(query, qkv_weight, qkv_bias, num_head)
+        if query is key and key is value:
+            q, k, v = _project(query, qkv_weight, qkv_bias, num_head)
+        else:  # autocast, too, makes three tensors of one
+            parts = zip((query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3), strict=True)
+            q, k, v = (F.linear(x, w, b).unflatten(-1, (num_head, -1)) for x, w, b in parts)
         out, lse, *rest = ops.attention(
             *(t.transpose(1, 2) for t in (q, k, v)),
             mask=_attend(mask, mask_type),
@@ -580,7 +585,7 @@ def _why_not_mha(
     mask: Tensor | None,
     mask_type: int | None,
 ) -> str | None:
-    if query.dim() != 3 or query.shape[-1] != embed_dim:
+    if query.dim() != 3 or query.shape[-1] != embed_dim or not query.shape == key.shape == value.shape:
         return "shapes that do not fit"
     reason = _why_not_projected(query, key, value, embed_dim, num_head, weights)
     if reason is not None or mask is None:
@@ -605,6 +610,8 @@ def _why_not_nested_mha(
 ) -> str | None:
     if mask is not None or need_weights:
         return "nested tensor with a mask or weights"
+    if query is not key or key is not value:
+        return "nested tensors that are not self-attention"
     if (
         query.dim() != 3
         or not query.is_contiguous()
@@ -617,11 +624,9 @@ def _why_not_nested_mha(
 def _why_not_projected(
     query: Tensor, key: Tensor, value: Tensor, E: int, num_head: int, weights: tuple[Tensor, ...]
 ) -> str | None:
-    if query is not key or key is not value:
-        return "fast path of other than self-attention"
     if query.numel() == 0:
         return "empty tensor"
-    for t in (query, *weights):
+    for t in (query, key, value, *weights):
         if t.dtype != query.dtype or t.dtype not in _DTYPES:
             return f"dtype {t.dtype}"
         if t.device.type != "cpu":
@@ -679,9 +684,6 @@ def _wrap_mha_forward(torch_forward: Callable[..., Any]) -> Callable[..., Any]:
             weights = weights.mean(1)
         return out, weights if options["query"].dim() == 3 else weights.squeeze(0)
 
-    # torch.jit.script compiles torch's function, from which it then calls scaled_dot_product_attention.
-    setattr(multi_head_attention_forward, "__script_if_tracing_wrapper", True)  # noqa: B010
-    setattr(multi_head_attention_forward, "__original_fn", torch_forward)  # noqa: B010
     return multi_head_attention_forward
 
 
