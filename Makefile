@@ -1,7 +1,7 @@
 # attn_ext: `make demo` and `make test` need only Python >= 3.10 with venv, a C++ compiler and make.
 # They use the active virtual environment, or make .venv.
 #
-#   make demo             a real sentence embedder on our kernels, then a speed table for this machine
+#   make demo             attention by hand, a classifier that learns, a real sentence embedder, a speed table
 #   make test             the tests (PYTEST_ARGS="-k name" picks some)
 #   make build            compile what changed
 #   make lint | format    ruff and clang-format: check | rewrite
@@ -72,7 +72,7 @@ embedder: dev
 	fi
 
 demo: build embedder
-	"$(VENV)/bin/attn-ext" demo
+	"$(VENV)/bin/attn-ext" demo --save build/demo
 
 lint: dev
 	$(PY) -m ruff check .

@@ -1,25 +1,34 @@
-"""`attn-ext demo`: this build, a real model on it, and its speed beside torch's, in about a minute."""
+"""`attn-ext demo`: everything there is to see, in about a minute and a half."""
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..embed import TextError, python_topics
-from ..models.minilm import WeightsError
+from ..models import WeightsError, packaged_weights
+from ..models import load as load_model
+from ..teach.walkthrough import walk_through
 from . import embed as embed_command
+from . import heatmap as heatmap_command
 from . import info as info_command
 from . import speed
+from . import train_classifier as train_command
+from . import walkthrough as walkthrough_command
 from .common import (
     EXIT_CHECK_FAILED,
     JsonOption,
     ThreadsOption,
+    UserError,
     out,
     print_json,
     progress,
     says_errors_plainly,
     set_up,
+    thread_count,
 )
 
 DEFAULT_QUERY = "Why is my default list shared between calls of the function?"
@@ -33,22 +42,58 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="Less text and fewer shapes: seconds, not a minute.")
     ] = False,
+    save: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where the trained model and the pictures go.")
+    ] = Path("attn-ext-demo"),
     threads: ThreadsOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show this build, a real model on it, and its speed.
+    """Show this build, a lesson, a real model, and speed.
 
-    Embeds Python's own documentation, answers a query, and times attention beside torch's.
+    Walks through attention by hand, trains a small classifier and draws what it looks at, embeds Python's own
+    documentation and answers a query, and times attention beside torch's.
 
-    Exit code 1 means that a vector or an attention output failed its check.
+    Exit code 1 means that one of them failed its check.
     """
     queries = embed_command.checked_queries([query])
     set_up(threads)
+    packaged_weights()  # what is missing is said now, not in a minute
+    _make_folder(save)
     console = out()
+
+    def begin(title: str) -> None:
+        console.print(f"\n{title}", style="bold underline")
+
     report: dict = {"info": info_command.collect()}
     if not json:
         console.print("This build", style="bold underline")
         info_command.show(report["info"], console)
+
+    walk = walk_through()
+    report["walkthrough"] = walkthrough_command.collect(walk)
+    if not json:
+        begin("Attention by hand (with every number: attn-ext walkthrough)")
+        walkthrough_command.show(walk, "en", console, brief=True)
+
+    path = save / train_command.DEFAULT_PATH
+    with thread_count(1):
+        report["train_classifier"] = train_command.run(0, path)
+    if not json:
+        begin("A classifier learns to look (attn-ext train-classifier)")
+        train_command.show(report["train_classifier"], console)
+
+    report["heatmap"] = heatmap_command.run(
+        load_model(path),
+        str(path),
+        heatmap_command.DEFAULT_TOKENS,
+        heatmap_command.DEFAULT_WATCHED,
+        None,
+        None,
+        save / "heatmap" if importlib.util.find_spec("matplotlib") else None,
+    )
+    if not json:
+        begin("What it looks at (attn-ext heatmap)")
+        heatmap_command.show(report["heatmap"], console)
 
     paragraphs, source = python_topics(), "pydoc_data.topics"
     if quick:  # one chapter, which answers the default query
@@ -67,17 +112,30 @@ def demo(
         rounds=3,
     )
     if not json:
-        console.print("\nA real model: nearest paragraphs by meaning", style="bold underline")
+        begin("A real model: nearest paragraphs by meaning (attn-ext embed)")
         embed_command.show(report["embed"], console)
 
     with progress("timing attention", len(speed.cases(quick))) as advance:
         rows = speed.measure(quick, advance)
     report["speed"] = [row.report() for row in rows]
-    report["ok"] = report["embed"]["ok"] and all(row.agrees for row in rows)
+    report["ok"] = (
+        walk.ok
+        and report["train_classifier"]["ok"]
+        and report["embed"]["ok"]
+        and all(row.agrees for row in rows)
+    )
     if json:
         print_json(report)
     else:
-        console.print("\nattention() beside F.scaled_dot_product_attention", style="bold underline")
+        begin("attention() beside F.scaled_dot_product_attention")
         speed.show(rows, console)
     if not report["ok"]:
         raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--save {path}: {error.strerror}.") from error
+    train_command.check_path(path / train_command.DEFAULT_PATH)
