@@ -361,13 +361,21 @@ def readable(t: Tensor) -> bool:
 # --- the whole call -----------------------------------------------------------------------------------------------
 
 
-def check_call(op: str, q: Tensor, k: Tensor, v: Tensor | None, options: Options) -> None:
+def check_call(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    options: Options,
+    slope_dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+) -> None:
     """Raises ValueError where the parts of a call do not fit together, as the kernels do.
 
     Args:
         op: the function to name.
         q, k, v: as in `attention`, or packed where the options hold cu_seqlens; v is None where it is not needed.
         options: as the operators take them.
+        slope_dtypes: what alibi_slopes may be; the reference takes more than the kernels.
     """
     packed = options.cu_seqlens_q is not None and options.cu_seqlens_k is not None
     batch = _check_shapes(op, q, k, v, packed)
@@ -384,6 +392,8 @@ def check_call(op: str, q: Tensor, k: Tensor, v: Tensor | None, options: Options
             _check_broadcast(op, name, t, target)
     heads = q.shape[-2] if packed else q.shape[-3]
     if options.alibi_slopes is not None:
+        if options.alibi_slopes.dtype not in slope_dtypes:
+            raise ValueError(f"attn_ext.{op}: alibi_slopes must be float32, not {options.alibi_slopes.dtype}")
         _check_slopes(op, options.alibi_slopes, batch, heads)
     if options.sinks is not None:
         _float_tensor(op, "sinks", options.sinks)
@@ -463,8 +473,6 @@ def _check_broadcast(op: str, name: str, t: Tensor, target: tuple[int, ...]) -> 
 
 
 def _check_slopes(op: str, slopes: Tensor, batch: int, heads: int) -> None:
-    if slopes.dtype != torch.float32:
-        raise ValueError(f"attn_ext.{op}: alibi_slopes must be float32, not {slopes.dtype}")
     shape = tuple(slopes.shape)
     if shape != (heads,) and shape != (batch, heads):
         raise ValueError(
