@@ -152,7 +152,7 @@ def test_a_decoder_block_sees_no_future_and_all_of_the_source() -> None:
     assert not torch.allclose(block(x, source_changed, *masks)[0, 0], output[0, 0])
 
 
-def test_the_training_loop_runs_and_stays_at_the_baseline_as_it_truly_does() -> None:
+def test_the_training_loop_runs_and_stays_at_the_baseline_as_it_truly_does(one_thread: None) -> None:
     torch.manual_seed(42)
 
     def sentences(count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -89,7 +88,7 @@ def demo(
         heatmap_command.DEFAULT_WATCHED,
         None,
         None,
-        save / "heatmap" if importlib.util.find_spec("matplotlib") else None,
+        save / "heatmap" if heatmap_command.can_draw() else None,
     )
     if not json:
         begin("What it looks at (attn-ext heatmap)")

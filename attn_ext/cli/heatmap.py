@@ -56,14 +56,14 @@ def heatmap(
     """
     sentence = _token_ids(tokens)
     name = picture_name(save)
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
+    if not can_draw():
         raise UserError(
-            f"heatmap needs {error.name}, which is not installed: pip install matplotlib "
+            "heatmap needs matplotlib, which is not installed: pip install matplotlib "
             "(the extra 'plot' of attn_ext)."
-        ) from None
+        )
     set_up(None)
+    if not model.exists():
+        raise UserError(f"{model} does not exist; attn-ext train-classifier makes a model to look at.")
     report = run(load_model(model), str(model), sentence, watch or DEFAULT_WATCHED, block, head, name)
     if json:
         print_json(report)
@@ -162,6 +162,15 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(f"  picture  {path}", soft_wrap=True)
     if not report["files"]:
         console.print("  no picture: matplotlib is not installed (pip install matplotlib)")
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
 
 
 def picture_name(path: Path) -> Path:

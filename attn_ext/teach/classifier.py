@@ -120,7 +120,9 @@ def draw_balanced(samples: int, generator: torch.Generator | None = None) -> tup
     distributed as `draw_uniform` has them.
     """
     wanted = {0: samples // 2, 1: samples - samples // 2}
-    found: dict[int, list[Tensor]] = {0: [], 1: []}
+    found: dict[int, list[Tensor]] = {
+        kind: [torch.empty(0, SENTENCE_LENGTH, dtype=torch.int64)] for kind in wanted
+    }
     while any(sum(map(len, found[kind])) < count for kind, count in wanted.items()):
         tokens, labels = draw_uniform(1024, generator)
         for kind in found:

@@ -54,8 +54,8 @@ class Difference:
 
     @property
     def fine(self) -> bool:
-        """Whether both are within rounding."""
-        return max(self.output, self.weights) <= BOUNDS[self.dtype]
+        """Whether both are within rounding (NaN is not)."""
+        return self.output <= BOUNDS[self.dtype] and self.weights <= BOUNDS[self.dtype]
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,13 @@ def weights() -> None:
 
 
 def test_help_names_every_command_and_fits_80_columns() -> None:
-    for arguments in (["--help"], ["info", "-h"], ["embed", "--help"], ["demo", "-h"]):
+    names = ("info", "walkthrough", "train-classifier", "heatmap", "embed", "demo")
+    for arguments in (["--help"], *([name, "-h"] for name in names)):
         result = call(*arguments)
         assert result.exit_code == 0
         assert max(len(line) for line in result.stdout.splitlines()) <= 80
     listed = call("--help").stdout
-    assert all(f"\n  {name} " in listed for name in ("info", "embed", "demo"))
+    assert all(f"\n  {name} " in listed for name in names)
     assert "..." not in listed.partition("Commands:")[2]
 
 
@@ -208,8 +209,15 @@ def test_embed_ends_with_1_where_vectors_are_not_finite(
     assert result.exit_code == 1 and json.loads(result.stdout)["finite"] is False
 
 
-def test_demo_runs_all_three_parts(weights: None) -> None:
-    report = called_json("demo", "--quick")
+def test_demo_runs_every_part(weights: None, tmp_path: Path) -> None:
+    report = called_json("demo", "--quick", "--save", str(tmp_path / "new" / "folder"))
+    parts = ["info", "walkthrough", "train_classifier", "heatmap", "embed", "speed", "ok"]
+    assert list(report) == parts
+    assert report["walkthrough"]["ok"] and report["walkthrough"]["seed"] == 42
+    assert report["train_classifier"]["ok"]
+    assert report["train_classifier"]["model"] == str(tmp_path / "new" / "folder" / "classifier.safetensors")
+    assert len(report["heatmap"]["rows"]) == 8
+    assert len(report["heatmap"]["files"]) == 2 and all(Path(f).is_file() for f in report["heatmap"]["files"])
     assert report["ok"] and report["info"]["isa"]["active"] == attn_ext.backend.active()
     best = report["embed"]["queries"][0]["nearest"][0]
     assert best["section"] == "Function definitions" and "Default parameter values" in best["text"]

