@@ -13,22 +13,36 @@ Letters: B batch, Hq and Hkv heads, Lq and Lk lengths, D and Dv head dims (see R
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from attn_ext import reference
+from attn_ext._arguments import (
+    CORNERS,
+    LOSES_TANGENTS,
+    Options,
+    check_call,
+    check_device,
+    common_dtype,
+    dual_numbers,
+    expect_tensor,
+    have_tangent,
+    integer_tensor,
+    number,
+    read_corner,
+    read_indices,
+    read_options,
+    readable,
+)
 from attn_ext._load import _C  # noqa: F401  registers torch.ops.attn_ext
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_CORNERS = {"top_left": 1, "bottom_right": 2}
-_CORNER_NAMES: dict[int, bool | str] = {0: False, 1: "top_left", 2: "bottom_right"}
-_GRAD_Q, _GRAD_K, _GRAD_V, _GRAD_BIAS, _GRAD_BIAS2, _GRAD_SINKS = (1 << n for n in range(6))
+_CORNER_NAMES: dict[int, bool | str] = {0: False, **{n: name for name, n in CORNERS.items()}}
+_PLAIN = (float, int)
 
 # Looked up once: a small call takes a few microseconds in all.
-_any_autocast = torch._C._is_any_autocast_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
 _compiling = torch.compiler.is_compiling
@@ -37,26 +51,6 @@ _inference = torch.ops.attn_ext.attention_inference.default
 _forward = torch.ops.attn_ext.attention_forward.default
 _backward = torch.ops.attn_ext.attention_backward.default
 _weights = torch.ops.attn_ext.attention_weights.default
-
-
-class _Options(NamedTuple):
-    """What the operators take after q, k, v, in their order."""
-
-    mask: Tensor | None = None
-    bias: Tensor | None = None
-    bias2: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    key_lengths: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    dropout_seed: Tensor | None = None
-    causal: int = 0
-    window_left: int | None = None
-    window_right: int | None = None
-    scale: float | None = None
-    softcap: float = 0.0
-    dropout_p: float = 0.0
 
 
 def attention(
@@ -110,42 +104,48 @@ def attention(
         TypeError: q, k, v of several or unknown dtypes; a mask or bias of an integer dtype.
         ValueError: shapes, devices or options that do not fit; the message names what came and what was expected.
     """
+    op = "attention"
     plain = (
         mask is None
         and bias is None
         and window is None
-        and not softcap
+        and (softcap is None or (type(softcap) in _PLAIN and not softcap))
         and alibi_slopes is None
         and sinks is None
         and key_lengths is None
+        and type(dropout_p) in _PLAIN
         and not dropout_p
         and not return_lse
         and not return_weights
     )
-    q, k, v = _common_dtype("attention", q, k, v)
-    corner = 0 if causal is False else _corner("attention", causal, q, k)
+    q, k, v = common_dtype(op, q, k, v)
     if plain and not _differentiating(q, k, v):
+        corner = 0 if causal is False else read_corner(op, causal, q, k)
+        if scale is not None:
+            scale = number(op, "scale", scale)
         if not (q.is_cpu and k.is_cpu and v.is_cpu):
-            _check_device("attention", q, k, v)
-        return _inference(q, k, v, corner, scale)
+            check_device(op, q, k, v)
+        try:
+            return _inference(q, k, v, corner, scale)
+        except ValueError as error:
+            raise _named(op, error) from None
 
-    bool_mask, bias, bias2 = _mask_and_biases("attention", mask, bias)
-    options = _Options(
-        mask=bool_mask,
+    options = read_options(
+        op,
+        q,
+        k,
+        mask=mask,
         bias=bias,
-        bias2=bias2,
-        alibi_slopes=_no_gradient("attention", alibi_slopes),
-        sinks=_float_tensor("attention", "sinks", sinks),
-        key_lengths=_lengths("attention", key_lengths),
-        dropout_seed=_draw_seed("attention", dropout_p, q),
-        causal=corner,
-        window_left=_window("attention", window)[0],
-        window_right=_window("attention", window)[1],
+        causal=causal,
+        window=window,
         scale=scale,
-        softcap=float(softcap or 0.0),
-        dropout_p=float(dropout_p),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_lengths=key_lengths,
+        dropout_p=dropout_p,
     )
-    return _run("attention", q, k, v, options, return_lse, return_weights)
+    return _run(op, q, k, v, options, return_lse, return_weights)
 
 
 def scaled_dot_product_attention(
@@ -186,7 +186,7 @@ def scaled_dot_product_attention(
         ):  # the common call, unadorned
             return attention(query, key, value, causal="top_left" if is_causal else False, scale=scale)
     for name, t in (("query", query), ("key", key), ("value", value)):
-        _expect_tensor(op, name, t)
+        expect_tensor(op, name, t)
         if t.dim() < 2:
             raise ValueError(f"attn_ext.{op}: {name} must be (…, L, D), not {tuple(t.shape)}")
     rank = max(query.dim(), key.dim(), value.dim())
@@ -253,25 +253,25 @@ def attention_varlen(
         TypeError, ValueError: as `attention`.
     """
     op = "attention_varlen"
-    q, k, v = _common_dtype(op, q, k, v)
-    if causal is True and cu_seqlens_q is not cu_seqlens_k and not torch.equal(cu_seqlens_q, cu_seqlens_k):
-        raise ValueError(
-            f"attn_ext.{op}: causal=True needs as many queries as keys in every sequence; "
-            "say causal='top_left' or causal='bottom_right'"
-        )
-    options = _Options(
-        alibi_slopes=_no_gradient(op, alibi_slopes),
-        sinks=_float_tensor(op, "sinks", sinks),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        dropout_seed=_draw_seed(op, dropout_p, q),
-        causal=2 if causal is True else _corner(op, causal, q, k),
-        window_left=_window(op, window)[0],
-        window_right=_window(op, window)[1],
+    q, k, v = common_dtype(op, q, k, v)
+    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        integer_tensor(op, name, t)
+    if causal is True:
+        _expect_equal_lengths(op, cu_seqlens_q, cu_seqlens_k)
+        causal = "bottom_right"
+    options = read_options(
+        op,
+        q,
+        k,
+        causal=causal,
+        window=window,
         scale=scale,
-        softcap=float(softcap or 0.0),
-        dropout_p=float(dropout_p),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
     )
+    options = options._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return _run(op, q, k, v, options, return_lse, False)
 
 
@@ -307,202 +307,84 @@ def attention_weights(
         TypeError, ValueError: as `attention`; IndexError: a row or head that is not there.
     """
     op = "attention_weights"
-    q, k, _ = _common_dtype(op, q, k, k)
-    if not (3 <= q.dim() == k.dim() <= 5):
-        raise ValueError(
-            f"attn_ext.{op}: q and k must be (H, L, D), (B, H, L, D) or (B1, B2, H, L, D), "
-            f"not {tuple(q.shape)} and {tuple(k.shape)}"
-        )
-    corner = _corner(op, causal, q, k)
-    bool_mask, bias, bias2 = _mask_and_biases(op, mask, bias)
-    Hq, Lq = q.shape[-3], q.shape[-2]
-    alibi_slopes, sinks = _no_gradient(op, alibi_slopes), _float_tensor(op, "sinks", sinks)
-    positions: Tensor | None = None
-    if heads is not None:
-        index = _indices(op, "heads", heads, Hq)
-        if Hq % max(k.shape[-3], 1):
-            raise ValueError(f"attn_ext.{op}: {Hq} heads of q must be a multiple of the {k.shape[-3]} of k")
-        k = k.index_select(-3, index // (Hq // k.shape[-3]))
-        q = q.index_select(-3, index)
-        bool_mask, bias, bias2 = (_select(t, -3, index) for t in (bool_mask, bias, bias2))
-        alibi_slopes = None if alibi_slopes is None else alibi_slopes.index_select(-1, index)
-        sinks = None if sinks is None else sinks.index_select(-1, index)
-    if rows is not None:
-        positions = _indices(op, "rows", rows, Lq)
-        q = q.index_select(-2, positions)
-        bool_mask, bias, bias2 = (_select(t, -2, positions) for t in (bool_mask, bias, bias2))
-    left, right = _window(op, window)
-    options = _Options(
-        mask=bool_mask,
+    q, k, _ = common_dtype(op, q, k, k)
+    options = read_options(
+        op,
+        q,
+        k,
+        mask=mask,
         bias=bias,
-        bias2=bias2,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        key_lengths=_lengths(op, key_lengths),
-        causal=corner,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        softcap=float(softcap or 0.0),
+        key_lengths=key_lengths,
     )
-    _check_device(op, q, k)
-    return _weights_of(q, k, options, None, None, positions, Lq)
-
-
-# --- reading the arguments ---------------------------------------------------------------------------------------
-
-
-def _expect_tensor(op: str, name: str, t: object) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"attn_ext.{op}: {name} must be a tensor, not {type(t).__name__}")
-
-
-def _common_dtype(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Casts as autocast says; raises TypeError where q, k, v do not share one supported dtype."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            _expect_tensor(op, name, t)
-    if _any_autocast() and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (
-            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v)
-        )
-    dtype = q.dtype
-    if not (dtype is k.dtype and dtype is v.dtype and dtype in _DTYPES):
-        raise TypeError(
-            f"attn_ext.{op}: q, k, v must have one dtype out of float32, bfloat16, float16 and float64, "
-            f"not {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    return q, k, v
-
-
-def _check_device(op: str, *tensors: Tensor | None) -> None:
-    """Raises ValueError for tensors on several devices, or on one that no kernel of this build takes."""
-    device: torch.device | None = None
-    for t in tensors:
-        if t is None or t.device == device:
-            continue
-        if device is not None:
-            raise ValueError(
-                f"attn_ext.{op}: all tensors must be on one device, not on {device} and {t.device}"
-            )
-        device = t.device
-        if device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"attn_ext.{op}: tensors on {device} came, but this build has kernels for the CPU only"
-            )
-
-
-def _corner(op: str, causal: bool | str, q: Tensor, k: Tensor) -> int:
-    """The operators' number for the causal corner."""
-    if causal is False or causal is None:
-        return 0
-    if causal is True:
-        if q.dim() < 3 or k.dim() < 3:
-            return 2  # the operator refuses the shape
-        if q.shape[-2] != k.shape[-2]:
-            raise ValueError(
-                f"attn_ext.{op}: causal=True needs as many queries as keys, not {q.shape[-2]} and {k.shape[-2]}; say "
-                "causal='top_left' (query i sees keys up to i) or causal='bottom_right' (the last query sees all keys)"
-            )
-        return 2
-    if isinstance(causal, str) and causal in _CORNERS:
-        return _CORNERS[causal]
-    raise ValueError(
-        f"attn_ext.{op}: causal must be False, True, 'top_left' or 'bottom_right', not {causal!r}"
+    check_device(op, q, k, *options.tensors)
+    check_call(op, q, k, None, options)  # before the selection, which would hide what does not fit
+    index = None if heads is None else read_indices(op, "heads", heads, q.shape[-3], q.device)
+    positions = None if rows is None else read_indices(op, "rows", rows, q.shape[-2], q.device)
+    return (_chosen_weights_uncompiled if dual_numbers() else _chosen_weights)(
+        q, k, options, index, positions
     )
 
 
-def _window(op: str, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
-    if window is None:
-        return None, None
-    try:
-        left, right = window
-    except (TypeError, ValueError):
-        raise ValueError(f"attn_ext.{op}: window must be (left, right), not {window!r}") from None
-    for side in (left, right):
-        if side is not None and (isinstance(side, (bool, float)) or side < 0):
-            raise ValueError(
-                f"attn_ext.{op}: window sides must be integers of at least 0, or None for no bound, not {window!r}"
-            )
-    return left, right
+# --- helpers of the functions above ---------------------------------------------------------------------------------
 
 
-def _mask_and_biases(
-    op: str, mask: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Splits a mask that is bool or float: (bool mask, bias, second bias)."""
-    bias = _float_tensor(op, "bias", bias)
-    if mask is None:
-        return None, bias, None
-    _expect_tensor(op, "mask", mask)
-    if mask.dtype == torch.bool:
-        return mask, bias, None
-    if not mask.is_floating_point():
-        raise TypeError(
-            f"attn_ext.{op}: mask must be bool (True = attend) or float (added to the scores), not {mask.dtype}; "
-            "mask.bool() makes one"
-        )
-    return (None, mask, None) if bias is None else (None, bias, mask)
+def _named(op: str, error: Exception) -> Exception:
+    """The error in the name of the function that was called, not of what it called in turn."""
+    _, found, text = str(error).partition(": ")
+    return type(error)(f"attn_ext.{op}: {text}") if found and str(error).startswith("attn_ext.") else error
 
 
-def _float_tensor(op: str, name: str, t: Tensor | None) -> Tensor | None:
-    if t is not None:
-        _expect_tensor(op, name, t)
-    if t is not None and t.dtype not in _DTYPES:
-        hint = "; a bool one goes to mask" if t.dtype == torch.bool else ""
-        raise TypeError(
-            f"attn_ext.{op}: {name} must be float32, bfloat16, float16 or float64, not {t.dtype}{hint}"
-        )
-    return t
-
-
-def _no_gradient(op: str, slopes: Tensor | None) -> Tensor | None:
-    if slopes is not None:
-        _expect_tensor(op, "alibi_slopes", slopes)
-    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"attn_ext.{op}: alibi_slopes have no gradient; pass alibi_slopes.detach(), or a learned bias"
-        )
-    return slopes
-
-
-def _lengths(op: str, lengths: Tensor | None) -> Tensor | None:
-    if lengths is None:
-        return None
-    if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
-        came = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise TypeError(f"attn_ext.{op}: key_lengths must be an int32 or int64 tensor, not {came}")
-    return lengths.reshape(-1)
-
-
-def _draw_seed(op: str, dropout_p: float, q: Tensor) -> Tensor | None:
+def _draw_seed(q: Tensor) -> Tensor:
     """The key of this call's dropout mask, from torch's generator, so that manual_seed and checkpoints hold."""
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"attn_ext.{op}: dropout_p must lie between 0 and 1, not be {dropout_p}")
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device) if dropout_p else None
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
 
 
-def _indices(op: str, name: str, index: Sequence[int] | Tensor, size: int) -> Tensor:
-    """Indices below `size` as an int64 tensor, negative ones counted from the end."""
-    if not isinstance(index, Tensor):
-        numbers = [int(n) if isinstance(n, int) and not isinstance(n, bool) else None for n in index]
-        if None in numbers:
-            raise TypeError(f"attn_ext.{op}: {name} must be a list of integers, not {index!r}")
-        bad = [n for n in numbers if n is not None and not -size <= n < size]
-        if bad:
-            raise IndexError(f"attn_ext.{op}: there are {size} {name}, so {bad[0]} is none of them")
-        return torch.tensor([n % size for n in numbers if n is not None], dtype=torch.int64)
-    if index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
-        raise TypeError(
-            f"attn_ext.{op}: {name} must be 1-D of int32 or int64, not {index.dtype} {tuple(index.shape)}"
+def _expect_equal_lengths(op: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Raises ValueError unless every sequence is known to have as many queries as keys."""
+    if cu_seqlens_q is cu_seqlens_k:
+        return
+    corner = "say causal='top_left' or causal='bottom_right'"
+    if _compiling() or not (readable(cu_seqlens_q) and readable(cu_seqlens_k)):
+        raise ValueError(
+            f"attn_ext.{op}: causal=True needs as many queries as keys in every sequence, and while compiling, under "
+            f"vmap or without data the two cu_seqlens cannot be compared; pass one tensor as both, or {corner}"
         )
-    if not _compiling() and not _functorch_active():  # else index_select finds out
-        outside = index[(index < -size) | (index >= size)]
-        if outside.numel():
-            raise IndexError(f"attn_ext.{op}: there are {size} {name}, so {int(outside[0])} is none of them")
-    index = index.long()
-    return torch.where(index < 0, index + size, index)
+    if cu_seqlens_q.tolist() != cu_seqlens_k.tolist():
+        raise ValueError(
+            f"attn_ext.{op}: causal=True needs as many queries as keys in every sequence; {corner}"
+        )
+
+
+def _chosen_weights(
+    q: Tensor, k: Tensor, options: Options, heads: Tensor | None, rows: Tensor | None
+) -> Tensor:
+    """The weights of some query heads, each with the key head it reads, and of some queries; None is all."""
+    num_queries = q.shape[-2]
+    if heads is not None:
+        shared_by = max(q.shape[-3] // max(k.shape[-3], 1), 1)
+        k = k.index_select(-3, heads // shared_by)
+        slopes, sinks = (
+            None if t is None else t.index_select(-1, heads) for t in (options.alibi_slopes, options.sinks)
+        )
+        options = options._replace(alibi_slopes=slopes, sinks=sinks)
+    for index, dim in ((heads, -3), (rows, -2)):
+        if index is not None:
+            q = q.index_select(dim, index)
+            options = options._replace(
+                mask=_select(options.mask, dim, index),
+                bias=_select(options.bias, dim, index),
+                bias2=_select(options.bias2, dim, index),
+            )
+    return _weights_of("attention_weights", q, k, options, None, None, rows, num_queries)
+
+
+_chosen_weights_uncompiled = torch.compiler.disable(_chosen_weights, reason=LOSES_TANGENTS)
 
 
 def _select(t: Tensor | None, dim: int, index: Tensor) -> Tensor | None:
@@ -550,49 +432,49 @@ def _differentiating(*tensors: Tensor | None) -> bool:
         for t in tensors:
             if t is not None and t.requires_grad:
                 return True
-    return (
-        not _compiling()
-        and (_functorch_active() or forward_ad._current_level >= 0)
-        and _transformed(*tensors)
-    )
+    return (_functorch_active() or forward_ad._current_level >= 0) and _transformed(*tensors)
 
 
 def _transformed(*tensors: Tensor | None) -> bool:
     """Whether forward-mode AD or a functorch transform (vmap, grad, jvp …) follows one of the tensors."""
-    if _compiling():
-        return False
-    if _functorch_active():
+    if (
+        _functorch_active()
+    ):  # also in a transform that is being compiled: dynamo answers this from what it traces
         return True
     if forward_ad._current_level < 0:
         return False
-    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    return have_tangent(*tensors)
 
 
 def _run(
-    op: str, q: Tensor, k: Tensor, v: Tensor, options: _Options, return_lse: bool, return_weights: bool
+    op: str, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, return_weights: bool
 ) -> Any:
-    _check_device(op, q, k, v, *(t for t in options[:9]))
+    check_device(op, q, k, v, *options.tensors)
     learned = (q, k, v, options.bias, options.bias2, options.sinks)
+    if options.dropout_p:
+        options = options._replace(dropout_seed=_draw_seed(q))
     row_max = row_sum = None
-    if _transformed(*learned):
-        out, lse = _unfused(q, k, v, options)
-    elif _compiling():
-        out, lse, row_max, row_sum = _forward(q, k, v, *options)
-    elif _differentiating(*learned):
-        out, lse, row_max, row_sum = _Attention.apply(
-            q, k, v, options.bias, options.bias2, options.sinks, options
-        )
-    else:
-        out, lse, row_max, row_sum = _forward(q, k, v, *options)
+    try:
+        if _transformed(*learned):
+            check_call(op, q, k, v, options)
+            out, lse = (_uncompiled if dual_numbers() else _unfused)(q, k, v, options)
+        elif _differentiating(*learned) and not _compiling():
+            out, lse, row_max, row_sum = _Attention.apply(
+                q, k, v, options.bias, options.bias2, options.sinks, options
+            )
+        else:
+            out, lse, row_max, row_sum = _forward(q, k, v, *options)
+    except ValueError as error:
+        raise _named(op, error) from None
     if not (return_lse or return_weights):
         return out
     result = [out, lse] if return_lse else [out]
     if return_weights:
-        result.append(_weights_of(q, k, options, row_max, row_sum, None, q.shape[-2]))
+        result.append(_weights_of(op, q, k, options, row_max, row_sum, None, q.shape[-2]))
     return tuple(result)
 
 
-def _unfused(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+def _unfused(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Output and lse in plain PyTorch, differentiable any number of times and in both modes."""
     shared: dict[str, Any] = {
         "causal": _CORNER_NAMES[options.causal],
@@ -618,15 +500,18 @@ def _unfused(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor
     )
 
 
+_uncompiled = torch.compiler.disable(_unfused, reason=LOSES_TANGENTS)
+
+
 # --- gradients ----------------------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: _Options, output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, output: tuple[Tensor, ...]) -> None:
     """Saves what the backward needs; tensors through autograd, so that in-place changes are noticed."""
     out, _, row_max, row_sum = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(row_max, row_sum)  # the lse is what has a gradient
-    ctx.save_for_backward(q, k, v, out, row_max, row_sum, *options[:9])
+    ctx.save_for_backward(q, k, v, out, row_max, row_sum, *options.tensors)
     ctx.numbers = options[9:]
 
 
@@ -635,7 +520,7 @@ def _gradients(
 ) -> list[Any]:
     """Gradients of (q, k, v, bias, bias2, sinks), None where not needed."""
     q, k, v, out, row_max, row_sum, *tensors = ctx.saved_tensors
-    options = _Options(*tensors, *ctx.numbers)
+    options = Options(*tensors, *ctx.numbers)
     if grad_out is None and grad_lse is None:
         return [None] * 6
     if torch.is_grad_enabled() and not _compiling():  # create_graph: a derivative of this one may follow
@@ -651,7 +536,7 @@ def _unfused_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: _Options,
+    options: Options,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     needs: Sequence[bool],
@@ -677,7 +562,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, bias2: Any, sinks: Any, options: _Options
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, bias2: Any, sinks: Any, options: Options
     ) -> Any:
         output = _forward(q, k, v, *options)
         _save(ctx, q, k, v, options, output)
@@ -690,7 +575,7 @@ class _Attention(torch.autograd.Function):
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, *rest = inputs
-    _save(ctx, q, k, v, _Options(*rest), output)
+    _save(ctx, q, k, v, Options(*rest), output)
 
 
 def _registered_backward(ctx: Any, grad_out: Any, grad_lse: Any, grad_max: Any, grad_sum: Any) -> Any:
@@ -711,17 +596,17 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, bias: Any, bias2: Any, sinks: Any, options: _Options, *rest: Any
+        ctx: Any, q: Tensor, k: Tensor, bias: Any, bias2: Any, sinks: Any, options: Options, *rest: Any
     ) -> Tensor:
         row_max, row_sum, positions, num_queries = rest
-        ctx.save_for_backward(q, k, *options[:9], positions)
+        ctx.save_for_backward(q, k, *options.tensors, positions)
         ctx.numbers, ctx.num_queries = options[9:], num_queries
         return _weights(q, k, *options[:6], row_max, row_sum, positions, num_queries, *options[9:14])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         q, k, *tensors, positions = ctx.saved_tensors
-        options = _Options(*tensors, *ctx.numbers)
+        options = Options(*tensors, *ctx.numbers)
         needs = ctx.needs_input_grad[:5]
         create_graph = torch.is_grad_enabled()
         inputs = (q, k, options.bias, options.bias2, options.sinks)
@@ -743,9 +628,10 @@ class _Weights(torch.autograd.Function):
 
 
 def _weights_of(
+    op: str,
     q: Tensor,
     k: Tensor,
-    options: _Options,
+    options: Options,
     row_max: Tensor | None,
     row_sum: Tensor | None,
     positions: Tensor | None,
@@ -753,15 +639,19 @@ def _weights_of(
 ) -> Tensor:
     """The weights, from the saved statistics of a forward pass where there are some."""
     learned = (q, k, options.bias, options.bias2, options.sinks)
-    if _transformed(*learned) or (_compiling() and _differentiating(*learned)):
-        return _unfused_weights(q, k, options, positions, num_queries)
-    if _differentiating(*learned):
-        return _Weights.apply(*learned, options, row_max, row_sum, positions, num_queries)
-    return _weights(q, k, *options[:6], row_max, row_sum, positions, num_queries, *options[9:14])
+    try:
+        if _transformed(*learned) or (_compiling() and _differentiating(*learned)):
+            unfused = _uncompiled_weights if dual_numbers() else _unfused_weights
+            return unfused(q, k, options, positions, num_queries)
+        if _differentiating(*learned):
+            return _Weights.apply(*learned, options, row_max, row_sum, positions, num_queries)
+        return _weights(q, k, *options[:6], row_max, row_sum, positions, num_queries, *options[9:14])
+    except ValueError as error:
+        raise _named(op, error) from None
 
 
 def _unfused_weights(
-    q: Tensor, k: Tensor, options: _Options, positions: Tensor | None, num_queries: int
+    q: Tensor, k: Tensor, options: Options, positions: Tensor | None, num_queries: int
 ) -> Tensor:
     mask, bias = options.mask, options.bias
     if options.bias2 is not None:
@@ -783,6 +673,9 @@ def _unfused_weights(
         key_lengths=options.key_lengths,
         **rows,
     )
+
+
+_uncompiled_weights = torch.compiler.disable(_unfused_weights, reason=LOSES_TANGENTS)
 
 
 # --- fake tensors: shapes, dtypes and strides without data ----------------------------------------------------------
@@ -810,37 +703,31 @@ def _statistics(q: Tensor, packed: bool) -> Tensor:
     return q.new_empty(sizes, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def _check_fake(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What the operators check of q, k, v, for those without data."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not (3 <= q.dim() <= 5 and q.dim() == k.dim() == v.dim()):
-        raise ValueError(f"attn_ext.{op}: q, k, v must have the same 3 to 5 dimensions, not {shapes}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"attn_ext.{op}: q and k must have the same head dim: {shapes}")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"attn_ext.{op}: k and v must have the same batch, heads and length: {shapes}")
+def _check_statistics(op: str, q: Tensor, packed: bool, **tensors: Tensor | None) -> None:
+    """One number of the right dtype for each row of q."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    sizes = (q.shape[1], q.shape[0]) if packed else tuple(q.shape[:-1])
+    for name, t in tensors.items():
+        if t is not None and (tuple(t.shape) != sizes or t.dtype != dtype):
+            raise ValueError(f"attn_ext.{op}: {name} must be {dtype} {sizes}, not {t.dtype} {tuple(t.shape)}")
 
 
 @torch.library.register_fake("attn_ext::attention_inference")
 def _fake_inference(q: Tensor, k: Tensor, v: Tensor, causal: int, scale: float | None) -> Tensor:
-    _check_fake("attention_inference", q, k, v)
+    op = "attention_inference"
+    check_device(op, q, k, v)
+    check_call(op, q, k, v, Options(causal=causal, scale=scale))
     return _empty_in_order_of(q, v.shape[-1])
 
 
 @torch.library.register_fake("attn_ext::attention_forward")
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _check_fake("attention_forward", q, k, v)
-    options = _Options(*rest)
+    op, options = "attention_forward", Options(*rest)
+    check_device(op, q, k, v, *options.tensors)
+    check_call(op, q, k, v, options)
+    if options.dropout_p > 0 and options.dropout_seed is None:
+        raise ValueError(f"attn_ext.{op}: dropout_p > 0 needs a dropout_seed")
     packed = options.cu_seqlens_q is not None
-    target = (*q.shape[:-1], k.shape[-2])
-    for name, t in (("mask", options.mask), ("bias", options.bias), ("bias", options.bias2)):
-        if t is None:
-            continue
-        sizes = (1,) * (len(target) - t.dim()) + tuple(t.shape)
-        if t.dim() > len(target) or any(a != b and a != 1 for a, b in zip(sizes, target, strict=False)):
-            raise ValueError(
-                f"attn_ext.attention_forward: {name} {tuple(t.shape)} must broadcast to {target}"
-            )
     return (_empty_in_order_of(q, v.shape[-1]), *(_statistics(q, packed) for _ in range(3)))
 
 
@@ -848,12 +735,27 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
 def _fake_backward(
     grad_out: Tensor, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    options, grads = _Options(*rest[3:-1]), rest[-1]
-    learned = (q, k, v, options.bias, options.bias2, options.sinks)
+    op = "attention_backward"
+    (out, row_max, row_sum), options, grads = rest[:3], Options(*rest[3:-1]), rest[-1]
+    check_device(op, q, k, v, grad_out, grad_lse, out, row_max, row_sum, *options.tensors)
+    check_call(op, q, k, v, options)
+    sizes = (*q.shape[:-1], v.shape[-1])
+    for name, t in (("grad_out", grad_out), ("out", out)):
+        if tuple(t.shape) != sizes or t.dtype != q.dtype:
+            raise ValueError(
+                f"attn_ext.{op}: {name} must be {q.dtype} {sizes}, not {t.dtype} {tuple(t.shape)}"
+            )
+    packed = options.cu_seqlens_q is not None
+    _check_statistics(op, q, packed, grad_lse=grad_lse, row_max=row_max, row_sum=row_sum)
+    learned = {"q": q, "k": k, "v": v, "bias": options.bias, "bias2": options.bias2, "sinks": options.sinks}
+    if not 0 <= grads < 1 << len(learned):
+        raise ValueError(f"attn_ext.{op}: grads must be a bit mask below 64, not {grads}")
     result = []
-    for n, t in enumerate(learned):
+    for n, (name, t) in enumerate(learned.items()):
         if not grads >> n & 1:
             result.append(q.new_empty((0,)))
+        elif t is None:
+            raise ValueError(f"attn_ext.{op}: grads asks for the gradient of {name}, which is not given")
         elif n < 3:
             result.append(_empty_in_order_of(t, t.shape[-1]))
         else:
@@ -863,4 +765,23 @@ def _fake_backward(
 
 @torch.library.register_fake("attn_ext::attention_weights")
 def _fake_weights(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    op = "attention_weights"
+    (row_max, row_sum, positions, num_queries), numbers = rest[6:10], rest[10:]
+    options = Options(*rest[:6], None, None, None, *numbers)
+    check_device(op, q, k, *options.tensors, row_max, row_sum, positions)
+    check_call(op, q, k, None, options)
+    if (row_max is None) != (row_sum is None):
+        raise ValueError(f"attn_ext.{op}: row_max and row_sum must be given together")
+    _check_statistics(op, q, False, row_max=row_max, row_sum=row_sum)
+    if positions is None:
+        if num_queries != q.shape[-2]:
+            raise ValueError(
+                f"attn_ext.{op}: num_queries must be the {q.shape[-2]} rows of q where no row_positions are given, "
+                f"not {num_queries}"
+            )
+    elif tuple(positions.shape) != (q.shape[-2],):
+        raise ValueError(
+            f"attn_ext.{op}: row_positions must have one entry for each of the {q.shape[-2]} rows of q, "
+            f"not shape {tuple(positions.shape)}"
+        )
     return q.new_empty((*q.shape[:-1], k.shape[-2]))

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from attn_ext import masks
+from attn_ext._arguments import FLOATS, check_call, integer_tensor, read_options, read_window
 
 __all__ = [
     "attention",
@@ -73,7 +74,7 @@ def attention(
         window: (left, right), the keys from i − left to i + right; None = unbounded.
         scale: 1/√D where not given.
         softcap: caps the scores smoothly at ±softcap; None or 0 = off.
-        alibi_slopes: (Hq,) or (B, Hq); takes slope·|distance| off the scores. No gradient.
+        alibi_slopes: (Hq,) or (B, Hq), any float dtype; takes slope·|distance| off the scores. No gradient.
         sinks: (Hq,) logits that take part in the softmax without a key or value of their own.
         key_lengths: (B,) integers; keys at and past the length are hidden.
         dropout_p: probability of dropping a weight after the softmax.
@@ -104,11 +105,10 @@ def attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         key_lengths=key_lengths,
+        dropout_p=dropout_p,
         dtype=dtype,
     )
     dropped = weights
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"attention: dropout_p must be between 0 and 1, got {dropout_p}")
     if dropout_p > 0.0:
         if dropout_seed is None:
             dropout_seed = torch.randint(-(2**63), 2**63 - 1, (), device=q.device)
@@ -116,8 +116,9 @@ def attention(
         sequences = range(dropout_sequence, dropout_sequence + math.prod(batch))
         keep = dropout_keep(dropout_seed, sequences, Hq, Lq, Lk, dropout_p, device=q.device)
         keep = keep.reshape(weights.shape)
-        dropped = torch.where(keep, weights * _dropout_scale(dropout_p), 0.0)
-        seen = keep if seen is None else keep & seen
+        dropped = torch.where(
+            keep, weights * _dropout_scale(dropout_p), 0.0
+        )  # 0, but still seen: 0·NaN is NaN
     values = _repeat_heads(v.to(weights.dtype), q.shape[-3])
     out = _visible_sum(dropped, values, seen)  # (B, Hq, Lq, Dv)
 
@@ -170,12 +171,16 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     dtype: torch.dtype | None = None,
-    **options: Any,
 ) -> Any:
     """Attention over sequences packed one behind the other, by calling `attention` for each.
 
@@ -185,13 +190,34 @@ def attention_varlen(
         v: (total of Lk, Hkv, Dv).
         cu_seqlens_q: (B + 1,) integers: 0, then the running total of the lengths.
         cu_seqlens_k: (B + 1,) integers.
+        causal, window, scale, softcap, sinks: as in `attention`, by each sequence's own lengths.
         alibi_slopes: (Hq,) or (B, Hq).
         dropout_p, dropout_seed, return_lse, dtype: as in `attention`.
-        **options: causal, window, scale, softcap, sinks as there, by each sequence's own lengths.
 
     Returns:
         out (total of Lq, Hq, Dv), with return_lse also the lse (Hq, total of Lq).
+
+    Raises:
+        TypeError: cu_seqlens that are no tensors of int32 or int64, and as `attention`.
+        ValueError: cu_seqlens that do not start with 0, that fall, that do not end with the rows of q and of k or that
+            describe different numbers of sequences; shapes and options as in `attention`.
     """
+    op = "reference.attention_varlen"
+    options = read_options(
+        op,
+        q,
+        k,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+    )
+    cu_seqlens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, cu in cu_seqlens.items():
+        integer_tensor(op, name, cu)
+    check_call(op, q, k, v, options._replace(**cu_seqlens), FLOATS)
     if dropout_p > 0.0 and dropout_seed is None:
         dropout_seed = torch.randint(-(2**63), 2**63 - 1, (), device=q.device)
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -200,13 +226,17 @@ def attention_varlen(
         rows, keys = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
         out, row_lse = attention(
             *(x.transpose(0, 1) for x in (q[rows], k[keys], v[keys])),  # each (H, L, D)
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
             alibi_slopes=alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b],
+            sinks=sinks,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
             dropout_sequence=b,
             return_lse=True,
             dtype=dtype,
-            **options,
         )
         outs.append(out.transpose(0, 1))
         lses.append(row_lse)
@@ -266,9 +296,7 @@ def visible(
         raise ValueError(
             f'attention: causal must be False, True, "top_left" or "bottom_right", got {causal!r}'
         )
-    left, right = (None, None) if window is None else window
-    if (left or 0) < 0 or (right or 0) < 0:
-        raise ValueError(f"attention: both sides of a window must be None or at least 0, got {window}")
+    left, right = read_window("reference.visible", window)
     at = _aligned_keys(Lq, Lk, causal, rows, device)  # (Lq, 1)
     keys = torch.arange(Lk, device=device)
     rules = []
@@ -396,13 +424,29 @@ def _weights_and_lse(
     key_lengths: Tensor | None = None,
     row_positions: Tensor | None = None,
     num_queries: int | None = None,
+    dropout_p: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weights (B, Hq, Lq, Lk), lse (B, Hq, Lq), and who sees whom, (B, Hq, Lq, Lk) bool or None for all.
 
     With row_positions and num_queries, row r of q is query row_positions[r] of num_queries.
     """
-    _check(q, k, v, mask, bias, alibi_slopes, sinks, key_lengths)
+    op = "reference.attention"
+    options = read_options(
+        op,
+        q,
+        k,
+        mask=mask,
+        bias=bias,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_lengths=key_lengths,
+        dropout_p=dropout_p,
+    )
+    check_call(op, q, k, v, options, FLOATS)
     *batch, Hq, Lq, D = q.shape
     Lk = k.shape[-2]
     work = dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -468,7 +512,8 @@ def _softmax(scores: Tensor, seen: Tensor | None, sink: Tensor | None) -> tuple[
     exponentials = hide(hide(scores - top, 0.0).exp(), 0.0)
     total = exponentials.sum(-1, keepdim=True)
     if sink is not None:
-        total = total + (sink - top).exp()
+        # A sink of +inf takes everything: its share is 1, not exp(inf − inf).
+        total = total + torch.where(sink == torch.inf, 1.0, (sink - top).exp())
     nothing = total == 0
     total = torch.where(nothing, 1.0, total)
     weights = hide(exponentials / total, 0.0)
@@ -573,56 +618,3 @@ class _VisibleSumWithJvp(_VisibleSum):
     def jvp(ctx: Any, w_tangent: Tensor, x_tangent: Tensor, _: None) -> Tensor:
         w, x, seen = ctx.saved_tensors
         return _visible_sum(w_tangent, x, seen) + _visible_sum(w, x_tangent, seen)
-
-
-# ------------------------------------------------------------------------------------------ checks
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    key_lengths: Tensor | None,
-) -> None:
-    dtypes = f"got q {q.dtype}, k {k.dtype}, v {v.dtype}"
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise TypeError(f"attention: q, k and v must have one floating point dtype, {dtypes}")
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not 3 <= q.dim() == k.dim() == v.dim() <= 5:
-        raise ValueError(f"attention: expected (H, L, D) with up to two batch dims before, {shapes}")
-    *batch, Hq, Lq, D = q.shape
-    *kv_batch, Hkv, Lk, _ = k.shape
-    if D == 0 or k.shape[-1] != D or kv_batch != batch or v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(
-            "attention: expected q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv) and D at least 1, "
-            + shapes
-        )
-    if Hq != Hkv and (Hkv == 0 or Hq % Hkv != 0):
-        raise ValueError(f"attention: {Hq} query heads cannot share {Hkv} key/value heads evenly, {shapes}")
-    for name, x in (("mask", mask), ("bias", bias)):
-        if x is None:
-            continue
-        if not x.is_floating_point() and (name == "bias" or x.dtype != torch.bool):
-            wanted = "a float tensor" if name == "bias" else "bool (True = attend) or float; use mask.bool()"
-            raise TypeError(f"attention: {name} must be {wanted}, got {x.dtype}")
-        full = (*batch, Hq, Lq, Lk)
-        padded = (1,) * (len(full) - x.dim()) + tuple(x.shape)
-        if x.dim() > len(full) or any(n not in (1, m) for n, m in zip(padded, full, strict=True)):
-            raise ValueError(
-                f"attention: {name} {tuple(x.shape)} does not broadcast to {full}, (B, Hq, Lq, Lk)"
-            )
-    if alibi_slopes is not None:
-        if alibi_slopes.requires_grad and torch.is_grad_enabled():
-            raise ValueError("attention: alibi_slopes have no gradient; hand in alibi_slopes.detach()")
-        if alibi_slopes.dim() == 0 or alibi_slopes.numel() not in (Hq, math.prod(batch) * Hq):
-            raise ValueError(
-                f"attention: expected alibi_slopes (Hq,) or (B, Hq), got {(*alibi_slopes.shape,)}, {shapes}"
-            )
-    if sinks is not None and sinks.shape != (Hq,):
-        raise ValueError(f"attention: expected sinks (Hq,) = ({Hq},), got {tuple(sinks.shape)}")
-    if key_lengths is not None and key_lengths.numel() != math.prod(batch):
-        raise ValueError(f"attention: expected key_lengths (B,), got {tuple(key_lengths.shape)}, {shapes}")

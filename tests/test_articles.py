@@ -142,6 +142,9 @@ def test_a_decoder_block_sees_no_future_and_all_of_the_source() -> None:
     changed = x.clone()
     changed[:, 3:] = torch.randn(2, 3, 16)
     torch.testing.assert_close(block(changed, encoder_output, *masks)[:, :3], output[:, :3])
+    block.causal = False  # without it and without a mask, the future is seen
+    assert not torch.allclose(block(changed, encoder_output)[:, :3], block(x, encoder_output)[:, :3])
+    torch.testing.assert_close(block(x, encoder_output, *masks), output)
     padding_changed, source_changed = encoder_output.clone(), encoder_output.clone()
     padding_changed[0, 6:] = 100.0
     source_changed[:, 0] += 1.0

@@ -638,8 +638,9 @@ def test_dropout_drops_the_share_asked_for_and_scales_the_rest() -> None:
     close(out, dropped @ v.repeat_interleave(2, 1))
     assert not reference.dropout_keep(7, 2, 4, 64, 1000, 1.0).any()
     assert reference.dropout_keep(7, 2, 4, 64, 1000, 0.0).all()
-    v[:, :, 0] = NAN
     assert (attention(q, k, v, dropout_p=1.0) == 0).all()
+    v[:, :, 0] = NAN  # dropped is not hidden: 0·NaN stays NaN, as in a plain product
+    assert attention(q, k, v, dropout_p=1.0).isnan().all()
 
 
 def test_the_dropout_seed_comes_from_the_generator_of_torch() -> None:
@@ -740,14 +741,14 @@ def test_inputs_that_do_not_fit_are_refused_with_what_came() -> None:
         ((q, k[..., :5], v), r"k \(2, 2, 7, 5\)"),
         ((q, k[:1], v[:1]), r"k \(1, 2, 7, 6\)"),
         ((q, k, v[:, :, :6]), r"v \(2, 2, 6, 3\)"),
-        ((q[:, :3], k, v), "3 query heads cannot share 2"),
-        ((q, k[:, :0], v[:, :0]), "4 query heads cannot share 0"),
-        ((q[..., :0], k[..., :0], v), "D at least 1"),
+        ((q[:, :3], k, v), "the 3 heads of q must be a multiple of .* which are 2"),
+        ((q, k[:, :0], v[:, :0]), "the 4 heads of q must be a multiple of .* which are 0"),
+        ((q[..., :0], k[..., :0], v), "head dim of q and k must be at least 1"),
     ):
         with pytest.raises(ValueError, match=match):
             attention(*bad)
     for options, match in (
-        ({"mask": torch.ones(5, 6, dtype=torch.bool)}, r"mask \(5, 6\) does not broadcast to \(2, 4, 5, 7\)"),
+        ({"mask": torch.ones(5, 6, dtype=torch.bool)}, r"mask \(5, 6\) must broadcast to \(2, 4, 5, 7\)"),
         ({"bias": torch.ones(3, 5, 7)}, r"bias \(3, 5, 7\)"),
         ({"bias": torch.ones(1, 1, 1, 5, 7)}, "bias"),
         ({"sinks": torch.ones(2)}, "sinks"),
@@ -756,8 +757,27 @@ def test_inputs_that_do_not_fit_are_refused_with_what_came() -> None:
         ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "no gradient"),
         ({"window": (-1, 0)}, r"\(-1, 0\)"),
         ({"window": (None, -2)}, r"\(None, -2\)"),
+        ({"scale": NAN}, "scale must be finite"),
+        ({"scale": INF}, "scale must be finite"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"softcap": NAN}, "softcap"),
+        ({"key_lengths": torch.tensor([3, 8])}, r"key_lengths\[1\] must lie between 0 and the 7 keys"),
+        ({"key_lengths": torch.tensor([-1, 7])}, r"key_lengths\[0\]"),
+        ({"alibi_slopes": torch.ones(2, 2)}, "alibi_slopes"),
+        ({"alibi_slopes": torch.ones(1, 4, 1)}, "alibi_slopes"),
+        ({"causal": None}, "causal"),
     ):
         with pytest.raises(ValueError, match=match):
+            attention(q, k, v, **options)
+    for options, match in (
+        ({"scale": torch.tensor(0.5)}, "scale must be a plain number"),
+        ({"softcap": "a"}, "softcap must be a number"),
+        ({"dropout_p": None}, "dropout_p must be a number"),
+        ({"sinks": torch.ones(4, dtype=torch.int64)}, "sinks"),
+        ({"key_lengths": [3, 7]}, "key_lengths must be a tensor"),
+        ({"key_lengths": torch.tensor([3.0, 7.0])}, "key_lengths must be a tensor"),
+    ):
+        with pytest.raises(TypeError, match=match):
             attention(q, k, v, **options)
     with pytest.raises(TypeError, match="float64.*float32"):
         attention(q, k.float(), v)
@@ -765,3 +785,40 @@ def test_inputs_that_do_not_fit_are_refused_with_what_came() -> None:
         attention(q, k, v, mask=torch.ones(5, 7, dtype=torch.uint8))
     with pytest.raises(TypeError, match="bias"):
         attention(q, k, v, bias=torch.ones(5, 7, dtype=torch.bool))
+
+
+def test_packed_sequences_that_do_not_fit_are_refused() -> None:
+    q, k, v = rand(9, 4, 6), rand(12, 2, 6), rand(12, 2, 3)
+    good = torch.tensor([0, 4, 9]), torch.tensor([0, 5, 12])
+    reference.attention_varlen(q, k, v, *good)
+    for n, wrong, match in (
+        (0, [0, 4, 8], "cu_seqlens_q must end with the 9 rows of q, not with 8"),
+        (1, [0, 5, 13], "cu_seqlens_k must end with the 12 rows of k, not with 13"),
+        (0, [1, 4, 9], "start with 0"),
+        (1, [0, 13, 12], "must not fall"),
+        (1, [0, 12], "as many sequences"),
+        (0, [[0, 4, 9]], "one dimension"),
+    ):
+        pair = list(good)
+        pair[n] = torch.tensor(wrong)
+        with pytest.raises(ValueError, match=match):
+            reference.attention_varlen(q, k, v, *pair)
+    for wrong in (None, [0, 4, 9], torch.tensor([0.0, 4.0, 9.0])):
+        with pytest.raises(TypeError, match="cu_seqlens_q must be a tensor of int32 or int64"):
+            reference.attention_varlen(q, k, v, wrong, good[1])
+    with pytest.raises(ValueError, match="total, H, D"):
+        reference.attention_varlen(q[None], k[None], v[None], *good)
+
+
+def test_a_window_that_reaches_further_than_any_sequence_has_no_bound() -> None:
+    assert reference.visible(5, 7, window=(2**70, 2**63 - 1)) is None
+    close(reference.visible(5, 7, window=(2**64, 0)), reference.visible(5, 7, window=(None, 0)))
+
+
+def test_a_sink_of_infinity_takes_everything() -> None:
+    q, k, v = qkv()
+    out, lse, weights = attention(
+        q, k, v, sinks=torch.tensor([INF, 0.0, 1.0, 2.0]), return_lse=True, return_weights=True
+    )
+    assert (out[:, 0] == 0).all() and (weights[:, 0] == 0).all() and (lse[:, 0] == INF).all()
+    assert torch.isfinite(out).all() and torch.isfinite(lse[:, 1:]).all() and (weights[:, 1:] > 0).all()

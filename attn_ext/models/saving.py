@@ -38,9 +38,6 @@ class Saveable(nn.Module):
     Attributes:
         config: the constructor's arguments by name, nothing but what JSON holds; `type(self)(**self.config)`
             builds the same model with other weights.
-
-    Raises:
-        TypeError: where a second class is defined with a name that one of another module has.
     """
 
     config: dict[str, Any]
@@ -48,13 +45,13 @@ class Saveable(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        known = Saveable._classes.get(cls.__name__)
-        if known is not None and known.__module__ != cls.__module__:
-            raise TypeError(
-                f"a saveable model named {cls.__name__} exists already, in {known.__module__}; "
-                f"the one in {cls.__module__} needs another name"
-            )
-        Saveable._classes[cls.__name__] = cls  # a notebook's cell that runs again defines the class anew
+        Saveable._classes[_name_of(cls)] = cls  # a notebook's cell that runs again defines the class anew
+
+
+def _name_of(cls: type) -> str:
+    """The class's name in a file. Ours are all in attn_ext.models, whichever of its files they stand in."""
+    module = "attn_ext.models" if cls.__module__.startswith("attn_ext.models.") else cls.__module__
+    return f"{module}.{cls.__qualname__}"
 
 
 def save(model: Saveable, path: str | os.PathLike[str]) -> None:
@@ -78,7 +75,7 @@ def save(model: Saveable, path: str | os.PathLike[str]) -> None:
     tensors, shared = _tensors_and_sharing(model)
     metadata = {
         "format": _FORMAT,
-        "class": type(model).__name__,
+        "class": _name_of(type(model)),
         "config": json.dumps(model.config),
         "shared": json.dumps(shared),
     }

@@ -10,6 +10,7 @@ import torch
 from op_support import MASKING, NEUTRAL, OPTIONS, Shape, dead_row_mask, make, random_bool, raw_forward
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import attn_ext
 
@@ -285,6 +286,96 @@ def test_compiled_code_under_autocast_equals_eager_code_under_autocast() -> None
     actual, expected = compiled(block)(q, k, v), block(q, k, v)
     assert actual.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-2)
+
+
+# ------------------------------------------------------------------------------- torch.compile and torch.func
+
+
+def transformed(name: str, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function of q that puts attention through a transform of torch.func."""
+
+    def loss(q: Tensor) -> Tensor:
+        return attn_ext.attention(q, k, v, causal="bottom_right").square().sum()
+
+    return {
+        "jvp": lambda q: torch.func.jvp(loss, (q,), (torch.cos(q),))[1],
+        "grad": torch.func.grad(loss),
+        "hessian": torch.func.hessian(lambda q: attn_ext.attention(q, k, v).square().sum()),
+        "vmap": torch.func.vmap(lambda q: attn_ext.attention(q, k[0], v[0])),
+        "jvp of the weights": lambda q: torch.func.jvp(
+            lambda q: attn_ext.attention_weights(q, k, rows=[4]), (q,), (torch.cos(q),)
+        )[1],
+    }[name]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["jvp", "grad", "hessian", "vmap", "jvp of the weights"])
+def test_transforms_inside_compiled_code_give_what_they_give_in_eager_code(name: str, backend: str) -> None:
+    q, k, v = Shape(2, 2, 1, 5, 7, 4, 3).qkv()
+    function = transformed(name, k, v)
+    expected = function(q)
+    assert expected.abs().max() > 1e-3
+    actual = compiled(function, backend=backend)(q)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("traced_before", [False, True])
+def test_a_tangent_that_enters_compiled_code_from_outside_is_not_lost(
+    backend: str, traced_before: bool
+) -> None:
+    q, k, v = ODD.qkv()
+    tangent = make(q.shape, seed=9)
+    for attend in (
+        lambda q: attn_ext.attention(q, k, v),
+        lambda q: attn_ext.attention_weights(q, k, rows=[1]),
+    ):
+        torch._dynamo.reset()
+        _, expected = torch.func.jvp(attend, (q,), (tangent,))
+        fast = torch.compile(attend, backend=backend)
+        if traced_before:
+            fast(q)
+        _, through_func = torch.func.jvp(fast, (q,), (tangent,))
+        torch.testing.assert_close(through_func, expected, rtol=0, atol=1e-5)
+        with forward_ad.dual_level():
+            through_dual = forward_ad.unpack_dual(fast(forward_ad.make_dual(q, tangent))).tangent
+        assert through_dual is not None
+        torch.testing.assert_close(through_dual, expected, rtol=0, atol=1e-5)
+
+
+def test_without_a_graph_break_such_a_tangent_is_refused() -> None:
+    q, k, v = ODD.qkv()
+    with forward_ad.dual_level(), pytest.raises(Exception, match="tangents of dual tensors"):
+        compiled(lambda q: attn_ext.attention(q, k, v))(forward_ad.make_dual(q, q))
+
+
+def test_numbers_that_came_as_parameters_are_refused_in_compiled_code_too() -> None:
+    q, k, v = ODD.qkv()
+    learned = torch.nn.Parameter(torch.tensor(0.5))
+    for name in ("scale", "softcap"):
+        for function, words in (
+            (
+                torch.compile(attn_ext.attention, backend="eager"),
+                f"^attn_ext.attention: {name} must be a plain",
+            ),
+            (compiled(attn_ext.attention), f"{name} must be a plain number, not a tensor"),
+        ):
+            with pytest.raises(Exception, match=words):
+                function(q, k, v, **{name: learned})
+
+
+def test_compiled_packed_causal_true_needs_one_tensor_for_both() -> None:
+    x = make((9, 2, 8))
+    cu = torch.tensor([0, 4, 9])
+
+    def attend(x: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+        return attn_ext.attention_varlen(x, x, x, cu_q, cu_k, causal=True)
+
+    torch.testing.assert_close(compiled(attend)(x, cu, cu), attend(x, cu, cu.clone()))
+    with pytest.raises(Exception, match="pass one tensor as both"):
+        compiled(attend)(x, cu, cu.clone())
+    broken_graph = torch.compile(attend, backend="eager")
+    torch.testing.assert_close(broken_graph(x, cu, cu.clone()), attend(x, cu, cu))
 
 
 # ----------------------------------------------------------------------------------------------- torch.export
