@@ -1,4 +1,4 @@
-"""Attention for PyTorch, written from scratch in C++ and CUDA under plain Python modules.
+"""Attention for PyTorch, written from scratch in C++ under plain Python modules.
 
     import attn_ext
     out = attn_ext.attention(q, k, v, causal=True)       # q (B, Hq, Lq, D), k and v (B, Hkv, Lk, D)

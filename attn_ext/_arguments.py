@@ -168,7 +168,7 @@ def number(op: str, name: str, x: Any) -> float:
     try:
         return float(x)
     except OverflowError:
-        raise ValueError(f"attn_ext.{op}: {name} must be finite as a float, not {x}") from None
+        raise ValueError(f"attn_ext.{op}: {name} must fit into a float, and this integer is larger") from None
 
 
 def _probability(op: str, p: Any) -> float:

@@ -34,7 +34,8 @@ def available() -> tuple[str, ...]:
 def use(name: str) -> _Restore:
     """Run all further calls of this process with one instruction set.
 
-    As a plain call it lasts; as `with use(name):` the set that was active comes back at the end of the block.
+    As a plain call it lasts; as `with use(name):` the set that was active comes back at the end of the block. Where
+    ATTN_EXT_ISA names none that could be active, this is the way out: the choice then stays after the block too.
 
     Args:
         name: one of `available()`.
@@ -47,7 +48,10 @@ def use(name: str) -> _Restore:
         raise ValueError(
             f"unknown or unsupported instruction set {name!r}; choose one of {', '.join(choices)}"
         )
-    before = active()
+    try:
+        before: str | None = active()
+    except ValueError:  # ATTN_EXT_ISA is wrong: nothing was active
+        before = None
     _C.use_isa(name)
     return _Restore(before)
 
@@ -55,7 +59,7 @@ def use(name: str) -> _Restore:
 class _Restore:
     """What `use` returns: leaving its `with` block puts the former instruction set back."""
 
-    def __init__(self, before: str) -> None:
+    def __init__(self, before: str | None) -> None:
         self._before = before
 
     def __enter__(self) -> None:
@@ -64,4 +68,5 @@ class _Restore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _C.use_isa(self._before)
+        if self._before is not None:
+            _C.use_isa(self._before)

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_ext._arguments import (
+    CORNERS,
+    Options,
+    check_call,
+    check_device,
+    common_dtype,
+    read_options,
+    readable,
+)
 from attn_ext._load import _C
+from attn_ext.ops import _differentiating, _transformed, attention
 
 
 @dataclass(frozen=True)
 class Plan:
     """What `explain` found out. Print it, or read its fields."""
 
-    kernel: str  #: forward kernel by name
+    kernel: str  #: forward kernel by name, or "reference"
     why: str  #: why that road and not another
     isa: str  #: instruction set that runs
     threads: int  #: threads the call would use
@@ -24,7 +35,7 @@ class Plan:
     key_block: int  #: keys taken at once
     segments: int  #: > 1 where the keys of a row are split over tasks
     register_tile: str  #: rows × columns of one register tile
-    flops: int  #: 2·(D + Dv) for each score that a query may see by position
+    flops: int  #: 2·(D + Dv) for each score that a query may see by position, where lengths can be read
     bytes: int  #: q, k, v and out, once
     scratch_bytes: int  #: beside inputs and outputs, all threads together
 
@@ -40,6 +51,9 @@ class Plan:
 def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
     """Tells how `attention(q, k, v, **options)` would run, without running it.
 
+    Under vmap, grad or jvp and for dual tensors plain PyTorch computes: the kernel is then "reference", the sizes of
+    tasks and tiles are 0, and shapes and counts are those of one example.
+
     Args:
         q: (B, Hq, Lq, D), or (Hq, Lq, D), or with two batch dims.
         k: (B, Hkv, Lk, D).
@@ -52,19 +66,41 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
     Raises:
         TypeError, ValueError: as `attention` for the same arguments.
     """
-    from attn_ext.ops import _differentiating, attention
-
-    # The call itself, on tensors without data: all its checks and none of its work.
-    without_data = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in options.items()}
-    with torch.no_grad():
-        attention(q.to("meta"), k.to("meta"), v.to("meta"), **without_data)
-
+    op = "explain"
+    call = inspect.signature(attention).bind(q, k, v, **options)
+    q, k, v = common_dtype(op, q, k, v)
+    others = {n: x for n, x in call.arguments.items() if n not in ("q", "k", "v")}
+    read = read_options(
+        op, q, k, **{n: x for n, x in others.items() if n not in ("return_lse", "return_weights")}
+    )
+    check_device(op, q, k, v, *read.tensors)
+    check_call(op, q, k, v, read)
     given = {
         n: x
-        for n, x in options.items()
+        for n, x in others.items()
         if isinstance(x, Tensor) or (x is not None and x is not False and x != 0)
     }
-    if _differentiating(q, k, v, *(x for x in given.values() if isinstance(x, Tensor))):
+
+    learned = (q, k, v, read.bias, read.bias2, read.sinks)
+    flops = 2 * _visible_scores(q, k, read) * (q.shape[-1] + v.shape[-1])
+    out_bytes = q.shape[:-1].numel() * v.shape[-1] * q.element_size()
+    costs = {"flops": flops, "bytes": sum(t.numel() * t.element_size() for t in (q, k, v)) + out_bytes}
+    if _transformed(*learned):
+        scores = q.shape[:-1].numel() * k.shape[-2]
+        return Plan(
+            kernel="reference",
+            why="a functorch transform or forward-mode AD follows: plain PyTorch, which keeps all scores",
+            isa="none",
+            threads=torch.get_num_threads(),
+            tasks=0,
+            rows_per_task=0,
+            key_block=0,
+            segments=0,
+            register_tile="none",
+            scratch_bytes=scores * max(q.element_size(), 4),
+            **costs,
+        )
+    if _differentiating(*learned):
         kernel, why = "attention_forward", "a gradient is asked for: row statistics are kept for the backward"
     elif given.keys() <= {"causal", "scale"}:
         kernel, why = "attention_inference", "no gradient and no option beyond a corner and a scale"
@@ -74,35 +110,23 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
         q.shape[:-3].numel(), q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1],
         str(q.dtype).removeprefix("torch."), torch.get_num_threads(),
     )  # fmt: skip
-    out_bytes = q.shape[:-1].numel() * v.shape[-1] * q.element_size()
-    return Plan(
-        kernel=kernel,
-        why=why,
-        isa=_C.active_isa(),
-        flops=2 * _visible_scores(q, k, **options) * (q.shape[-1] + v.shape[-1]),
-        bytes=sum(t.numel() * t.element_size() for t in (q, k, v)) + out_bytes,
-        **plan,
-    )
+    return Plan(kernel=kernel, why=why, isa=_C.active_isa(), **costs, **plan)
 
 
-def _visible_scores(
-    q: Tensor,
-    k: Tensor,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
-    **_: Any,
-) -> int:
+def _visible_scores(q: Tensor, k: Tensor, options: Options) -> int:
     """How many (query, key) pairs of all batch entries and heads may see one another by position."""
     Lq, Lk = q.shape[-2], k.shape[-2]
     batch, heads = q.shape[:-3].numel(), q.shape[-3]
-    center = torch.arange(Lq) + (0 if causal == "top_left" else Lk - Lq)
-    lengths = torch.full((batch,), Lk) if key_lengths is None else key_lengths.reshape(-1).cpu()
-    left, right = window or (None, None)
-    first = torch.zeros_like(center) if left is None else (center - left).clamp(min=0)
+    center = torch.arange(Lq) + (0 if options.causal == CORNERS["top_left"] else Lk - Lq)
+    lengths = torch.full((batch,), Lk)
+    if options.key_lengths is not None and readable(options.key_lengths):
+        lengths = torch.tensor(options.key_lengths.tolist(), dtype=torch.int64)
+    first = torch.zeros_like(center)
+    if options.window_left is not None:
+        first = (center - options.window_left).clamp(min=0)
     end = lengths[:, None].expand(batch, Lq)
-    if causal:
+    if options.causal:
         end = torch.minimum(end, center + 1)
-    if right is not None:
-        end = torch.minimum(end, center + right + 1)
+    if options.window_right is not None:
+        end = torch.minimum(end, center + options.window_right + 1)
     return int((end - first).clamp(min=0).sum()) * heads

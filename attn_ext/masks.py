@@ -224,6 +224,10 @@ def prefix_lm(L: int, prefix_lengths: int | Tensor, *, device: torch.device | No
 
     Returns:
         (L, L), or (B, 1, L, L) for lengths (B,).
+
+    Raises:
+        TypeError: a tensor of lengths that are not integers.
+        ValueError: a tensor of lengths that is not one-dimensional.
     """
     if isinstance(prefix_lengths, int):
         return causal(L, device=device) | (torch.arange(L, device=device) < prefix_lengths)

@@ -7,11 +7,15 @@
   `torch.compile` and export the same two as registered operators;
 - forward-mode AD, functorch transforms, second derivatives: `attn_ext.reference`, plain differentiable PyTorch.
 
+The operators themselves, `torch.ops.attn_ext.*`, know no forward-mode AD, and only `attention_forward` has a gradient:
+the functions here choose the road, a direct call of an operator does not.
+
 Letters: B batch, Hq and Hkv heads, Lq and Lk lengths, D and Dv head dims (see README).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,13 +90,14 @@ def attention(
             Lq == Lk, where the two are the same.
         window: (left, right): keys from i − left to i + right only, i aligned as causal is (bottom-right where it is
             off); None is unbounded.
-        scale: default 1/√D. 0 and negative numbers are taken as they are.
-        softcap: scores become softcap·tanh(scores / softcap). None or 0 is off.
+        scale: default 1/√D. 0 and negative numbers are taken as they are. A plain number: tensors are refused, as
+            their gradient would be lost; for a learned scale multiply q by it.
+        softcap: scores become softcap·tanh(scores / softcap). None or 0 is off. A plain number likewise.
         alibi_slopes: float32 (Hq,) or (B, Hq): −slope·|distance| is added. No gradient.
         sinks: (Hq,) logits that join the softmax without a key or a value. Has a gradient.
         key_lengths: (B,) int32 or int64: keys at and past the length are hidden.
         dropout_p: drops weights after the softmax and scales the others by 1/(1 − p). The caller says when: pass 0
-            in evaluation.
+            in evaluation. p is rounded to a multiple of 1/65536: 0.999999 drops all weights.
         return_lse: also return the natural log-sum-exp of each row's scores.
         return_weights: also return the softmax probabilities before dropout.
 
@@ -101,7 +106,8 @@ def attention(
         (float64 for float64) and weights (B, Hq, Lq, Lk), as asked. A row that sees no key: 0, −inf, 0.
 
     Raises:
-        TypeError: q, k, v of several or unknown dtypes; a mask or bias of an integer dtype.
+        TypeError: q, k, v of several or unknown dtypes; a mask, bias, sinks or key_lengths of another dtype than said
+            above; a scale, softcap or dropout_p that is no plain number.
         ValueError: shapes, devices or options that do not fit; the message names what came and what was expected.
     """
     op = "attention"
@@ -179,43 +185,31 @@ def scaled_dot_product_attention(
         TypeError, ValueError: as `attention`.
     """
     op = "scaled_dot_product_attention"
-    if attn_mask is None and not dropout_p and isinstance(query, Tensor) and query.dim() == 4:
-        batch_and_heads = query.shape[:2]
+    causal = "top_left" if is_causal else False
+    try:
         if (
-            key.shape[:-2] == batch_and_heads and value.shape[:-2] == batch_and_heads
+            attn_mask is None
+            and type(dropout_p) in _PLAIN
+            and not dropout_p
+            and isinstance(query, Tensor)
+            and isinstance(key, Tensor)
+            and isinstance(value, Tensor)
+            and query.dim() == 4
+            and query.shape[:2] == key.shape[:-2] == value.shape[:-2]
         ):  # the common call, unadorned
-            return attention(query, key, value, causal="top_left" if is_causal else False, scale=scale)
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        expect_tensor(op, name, t)
-        if t.dim() < 2:
-            raise ValueError(f"attn_ext.{op}: {name} must be (…, L, D), not {tuple(t.shape)}")
-    rank = max(query.dim(), key.dim(), value.dim())
-    same = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
-    if not (same or (enable_gqa and query.shape[:-3] == key.shape[:-3] == value.shape[:-3])):
-        query, key, value = _broadcast_leading(op, query, key, value, 3 if enable_gqa else 2)
-    if rank == 2:
-        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-    if enable_gqa and key.shape[-3] != value.shape[-3]:
-        key, value = _share_heads(op, query, key, value)
-    batch = query.shape[:-3]
-    if rank > 5:
-        if attn_mask is not None and attn_mask.dim() > 3:
-            attn_mask = attn_mask.expand(batch + attn_mask.shape[-3:]).flatten(0, -4)
-        query, key, value = query.flatten(0, -4), key.flatten(0, -4), value.flatten(0, -4)
-    if attn_mask is not None and rank == 2 and attn_mask.dim() < 2:
-        attn_mask = attn_mask.expand(query.shape[-2], key.shape[-2])
-    out = attention(
-        query,
-        key,
-        value,
-        mask=attn_mask,
-        causal="top_left" if is_causal else False,
-        scale=scale,
-        dropout_p=dropout_p,
-    )
-    if rank == 2:
-        return out.squeeze(0)
-    return out.unflatten(0, batch) if rank > 5 else out
+            return attention(query, key, value, causal=causal, scale=scale)
+        query, key, value = _read_leading(op, query, key, value, enable_gqa)
+        if attn_mask is not None:
+            expect_tensor(op, "attn_mask", attn_mask)
+        rest: dict[str, Any] = {"causal": causal, "scale": scale, "dropout_p": dropout_p}
+        if query.dim() == 2:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            return attention(query, key, value, mask=attn_mask, **rest).squeeze(0)
+        if query.dim() <= 5:
+            return attention(query, key, value, mask=attn_mask, **rest)
+        return _many_batch_dims(op, query, key, value, attn_mask, rest)
+    except (TypeError, ValueError) as error:
+        raise _named(op, error) from None
 
 
 def attention_varlen(
@@ -243,7 +237,8 @@ def attention_varlen(
         cu_seqlens_q: (B + 1,) int32 or int64: 0, then the running total of the lengths.
         cu_seqlens_k: (B + 1,) int32 or int64.
         causal, window, scale, softcap, sinks, dropout_p, return_lse: as in `attention`; corners and windows by each
-            sequence's own lengths. causal=True says that every sequence has as many queries as keys.
+            sequence's own lengths. causal=True says that every sequence has as many queries as keys; where values
+            cannot be compared (in compiled code, under vmap) it needs one tensor as both cu_seqlens.
         alibi_slopes: (Hq,) or (B, Hq).
 
     Returns:
@@ -296,7 +291,8 @@ def attention_weights(
     Args:
         q: (B, Hq, Lq, D), or (Hq, Lq, D), or with two batch dims.
         k: (B, Hkv, Lk, D).
-        rows: which queries (negative ones count from the end); default all.
+        rows: which queries: a sequence of integers, NumPy's and one-dimensional tensors included, in any order and
+            also repeated; negative ones count from the end. Default all.
         heads: which query heads, likewise.
         mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, key_lengths: as in `attention`.
 
@@ -304,7 +300,8 @@ def attention_weights(
         (B, heads, rows, Lk) in the dtype of q. Rows sum to 1 (less with a sink; 0 where none is seen). Differentiable.
 
     Raises:
-        TypeError, ValueError: as `attention`; IndexError: a row or head that is not there.
+        TypeError, ValueError: as `attention`; TypeError also for rows or heads that are no sequence of integers.
+        IndexError: a row or head that is not there.
     """
     op = "attention_weights"
     q, k, _ = common_dtype(op, q, k, k)
@@ -394,6 +391,22 @@ def _select(t: Tensor | None, dim: int, index: Tensor) -> Tensor | None:
     return t.index_select(dim, index)
 
 
+def _read_leading(
+    op: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with equal leading dims and, but for query heads that share them, equal heads."""
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        expect_tensor(op, name, t)
+        if t.dim() < 2:
+            raise ValueError(f"attn_ext.{op}: {name} must be (…, L, D), not {tuple(t.shape)}")
+    same = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    if not (same or (enable_gqa and query.shape[:-3] == key.shape[:-3] == value.shape[:-3])):
+        query, key, value = _broadcast_leading(op, query, key, value, 3 if enable_gqa else 2)
+    if enable_gqa and query.dim() > 2 and key.shape[-3] != value.shape[-3]:
+        key, value = _share_heads(op, query, key, value)
+    return query, key, value
+
+
 def _broadcast_leading(
     op: str, query: Tensor, key: Tensor, value: Tensor, own: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -409,6 +422,41 @@ def _broadcast_leading(
         ) from None
     query, key, value = (t.expand(leading + t.shape[-own:]) for t in padded)
     return query, key, value
+
+
+def _many_batch_dims(
+    op: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rest: dict[str, Any]
+) -> Tensor:
+    """Attention over three and more batch dims, as two: those in which the mask differs, and those that share it.
+
+    So the mask is never copied for the batch entries that share it.
+    """
+    batch = query.shape[:-3]
+    if mask is not None:
+        full = (*batch, query.shape[-3], query.shape[-2], key.shape[-2])
+        sizes = (1,) * (len(full) - mask.dim()) + tuple(mask.shape)
+        if mask.dim() > len(full) or any(n != m and n != 1 for n, m in zip(sizes, full, strict=True)):
+            raise ValueError(f"attn_ext.{op}: attn_mask {tuple(mask.shape)} must broadcast to {full}")
+        mask = mask[(None,) * (len(full) - mask.dim())]
+    differs = [d for d in range(len(batch)) if mask is not None and _differs_along(mask, d)]
+    shared = [d for d in range(len(batch)) if d not in differs]
+    two = math.prod(batch[d] for d in differs), math.prod(batch[d] for d in shared)
+    if mask is not None:
+        for d in reversed(shared):
+            mask = mask.select(d, 0)
+        mask = mask.reshape(two[0], 1, *mask.shape[-3:])
+    order = [*differs, *shared]
+    query, key, value = (
+        t.permute(*order, -3, -2, -1).reshape(*two, *t.shape[-3:]) for t in (query, key, value)
+    )
+    out = attention(query, key, value, mask=mask, **rest)
+    out = out.reshape(*(batch[d] for d in order), *out.shape[-3:])
+    return out.permute(*(order.index(d) for d in range(len(batch))), -3, -2, -1)
+
+
+def _differs_along(t: Tensor, dim: int) -> bool:
+    """Whether a dim of a tensor can hold different values, being neither of size 1 nor expanded."""
+    return t.shape[dim] != 1 and (t.stride(dim) != 0 or t.shape[dim] == 0)
 
 
 def _share_heads(op: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

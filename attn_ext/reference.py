@@ -77,7 +77,8 @@ def attention(
         alibi_slopes: (Hq,) or (B, Hq), any float dtype; takes slope·|distance| off the scores. No gradient.
         sinks: (Hq,) logits that take part in the softmax without a key or value of their own.
         key_lengths: (B,) integers; keys at and past the length are hidden.
-        dropout_p: probability of dropping a weight after the softmax.
+        dropout_p: probability of dropping a weight after the softmax, rounded to a multiple of 1/65536: from
+            1 − 1/131072 on (0.999999, say) all weights are dropped.
         dropout_seed: 64-bit seed of the dropout mask; drawn from torch's generator where not given.
         dropout_sequence: index of the first sequence, where this batch is a part of a larger one.
         return_lse: also return the log-sum-exp of each row's scores, (B, Hq, Lq); −inf where it sees none.
@@ -89,8 +90,9 @@ def attention(
         out (B, Hq, Lq, Dv), or a tuple (out[, lse][, weights]). A row that sees no key gives exactly 0.
 
     Raises:
-        TypeError: dtypes of q, k, v that differ, or a mask or bias of a wrong dtype.
-        ValueError: shapes or options that do not fit together.
+        TypeError: dtypes of q, k, v that differ or that attention does not work in, a mask, bias, sinks or key_lengths
+            of a wrong dtype, a scale, softcap or dropout_p that is no plain number.
+        ValueError: shapes or options that do not fit together, numbers out of range, slopes that want a gradient.
     """
     weights, lse_, seen = _weights_and_lse(
         q,
@@ -150,6 +152,12 @@ def attention_weights(
         **options: mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, key_lengths as there.
             Where q holds only some rows of a longer one: row_positions (Lq,), the places they have among
             num_queries.
+
+    Returns:
+        (B, heads, rows, Lk) in `dtype`, or in the dtype of q where not given.
+
+    Raises:
+        TypeError, ValueError: as `attention`; IndexError: a row or head that is not there.
     """
     weights = _weights_and_lse(q, k, k, dtype=dtype, **options)[0].to(dtype or q.dtype)
     if heads is not None:
@@ -160,7 +168,14 @@ def attention_weights(
 
 
 def lse(q: Tensor, k: Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-    """Log-sum-exp of each row's scores, (B, Hq, Lq); options as in `attention_weights`."""
+    """Log-sum-exp of each row's scores, (B, Hq, Lq); options as in `attention_weights`.
+
+    Returns:
+        (B, Hq, Lq) in `dtype`; where not given in float32, or float64 for float64 inputs. −inf where a row sees no key.
+
+    Raises:
+        TypeError, ValueError: as `attention`.
+    """
     return _weights_and_lse(q, k, k, dtype=dtype, **options)[1]
 
 
@@ -324,9 +339,14 @@ def dropout_keep(
     """Which weights dropout keeps: bool (B, H, Lq, Lk), a pure function of the seed and the place.
 
     Philox 4x32-10 with the seed as key and (b, h, i, j // 8) as counter gives four 32-bit words, hence eight
-    16-bit numbers for eight neighbouring keys. A weight is kept where its number is not below p·65536.
+    16-bit numbers for eight neighbouring keys. A weight is kept where its number is not below p·65536, rounded.
     A range in place of B makes the part of the mask that belongs to those sequences of the batch.
+
+    Raises:
+        ValueError: a p outside [0, 1].
     """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"attn_ext.reference.dropout_keep: p must lie between 0 and 1, not be {p}")
     seed = torch.as_tensor(seed, dtype=torch.int64, device=device).reshape(())
     sequences = B if isinstance(B, range) else range(B)
     b, h, i = (torch.arange(n.start, n.stop, device=device) for n in (sequences, range(H), range(Lq)))
@@ -379,6 +399,13 @@ def attention_numpy(
         causal: False, "top_left", "bottom_right", or True where Lq == Lk.
         scale: 1/√D where not given.
         return_weights: also return the weights (..., Lq, Lk).
+
+    Returns:
+        out (..., Lq, Dv), or a tuple of it and the weights, float64. A row that sees no key: 0.
+
+    Raises:
+        ValueError: a mask or bias that does not broadcast, a corner that does not exist, `causal=True` where Lq and Lk
+            differ, shapes of q, k and v that do not fit (NumPy's own message).
     """
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     *leading, Lq, D = q.shape

@@ -184,7 +184,9 @@ class Timing:
     median_us: float
     p20_us: float
     p80_us: float
-    first_us: float  # the very first call, with all that is set up only once
+    first_us: (
+        float  # the first timed call: what the calls before it, a check of the result, set up is not in it
+    )
     samples: int
     calls_per_sample: int
 

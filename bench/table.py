@@ -17,7 +17,6 @@ END = "<!-- speed-table:end -->"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m bench table`."""
     parser.add_argument("file", metavar="FILE.json")
-    parser.add_argument("--markdown", action="store_true", help="the only form so far, and the default")
     parser.add_argument(
         "--rows",
         action="append",

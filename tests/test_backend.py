@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from attn_ext import backend
@@ -39,3 +43,26 @@ def test_unknown_names_are_refused_with_the_choices_and_change_nothing(name: str
     assert repr(name) in str(error.value)
     assert all(choice in str(error.value) for choice in backend.available())
     assert backend.active() == before
+
+
+def test_use_is_the_way_out_where_the_variable_names_no_instruction_set() -> None:
+    program = """
+from attn_ext import backend
+try:
+    backend.active()
+except ValueError as error:
+    assert "sse9" in str(error), error
+else:
+    raise AssertionError("sse9 was taken")
+with backend.use("scalar"):
+    assert backend.active() == "scalar"
+print(backend.active())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "ATTN_EXT_ISA": "sse9"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "scalar", done.stderr

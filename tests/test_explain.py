@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import attn_ext
 from attn_ext import reference
@@ -55,6 +56,74 @@ def test_few_rows_over_many_keys_are_split_over_the_keys() -> None:
         torch.set_num_threads(threads)
     assert few.segments > 1 and few.threads == 2
     assert many.segments == 1 and many.tasks * many.rows_per_task >= 2 * 2048
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "scale": {"scale": float("nan")},
+    "scale as a tensor": {"scale": torch.tensor(0.5)},
+    "softcap": {"softcap": -1.0},
+    "slopes": {"alibi_slopes": torch.ones(9)},
+    "slopes that want a gradient": {"alibi_slopes": torch.ones(4, requires_grad=True)},
+    "sinks": {"sinks": torch.ones(7)},
+    "lengths": {"key_lengths": torch.tensor([1, 99])},
+    "shape of lengths": {"key_lengths": torch.tensor([1])},
+    "lengths in a list": {"key_lengths": [1, 2]},
+    "window": {"window": (-1, 0)},
+    "dropout": {"dropout_p": 2.0},
+    "mask": {"mask": torch.ones(4, 7, dtype=torch.bool)},
+    "mask elsewhere": {"mask": torch.ones(5, 7, dtype=torch.bool, device="meta")},
+    "mask in NumPy": {"mask": torch.ones(5, 7).numpy()},
+    "heads of q": {"q": torch.ones(2, 3, 5, 8)},
+    "more heads in k": {"q": torch.ones(2, 1, 5, 8)},
+    "no heads in k": {"k": torch.ones(2, 0, 7, 8), "v": torch.ones(2, 0, 7, 6)},
+    "batch": {"q": torch.ones(1, 4, 5, 8)},
+    "head dim": {"q": torch.ones(2, 4, 5, 0), "k": torch.ones(2, 2, 7, 0)},
+    "dtype": {"q": torch.ones(2, 4, 5, 8).double()},
+    "device": {"k": torch.ones(2, 2, 7, 8, device="meta")},
+    "list": {"v": [1]},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_explain_raises_what_attention_raises(case: str) -> None:
+    q, k, v = qkv(2, 4, 2, 5, 7, 8, 6)
+    call = {"q": q, "k": k, "v": v, **REFUSED[case]}
+    with pytest.raises((TypeError, ValueError)) as of_attention:
+        attn_ext.attention(**call)
+    with pytest.raises(of_attention.type, match="^attn_ext.explain: "):
+        attn_ext.explain(**call)
+
+
+def test_explain_names_the_reference_where_plain_pytorch_computes() -> None:
+    q, k, v = qkv(2, 4, 2, 5, 7, 8, 6)
+    plans = []
+
+    def look(q: torch.Tensor) -> torch.Tensor:
+        plans.append(attn_ext.explain(q, k[0], v[0], key_lengths=torch.tensor([3])))
+        return attn_ext.attention(q, k[0], v[0]).sum()
+
+    torch.func.vmap(look)(q)
+    torch.func.grad(look)(q[0])
+    with forward_ad.dual_level():
+        look(forward_ad.make_dual(q[0], q[0]))
+        look(q[0])
+    assert [p.kernel for p in plans] == ["reference"] * 3 + ["attention_forward"]
+    assert all(p.flops == 2 * 4 * 5 * 3 * (8 + 6) for p in plans)
+    assert plans[0].tasks == 0 and "PyTorch" in plans[0].why and "reference" in str(plans[0])
+
+
+def test_explain_under_autocast_plans_for_the_dtype_that_runs() -> None:
+    q, k, v = qkv(2, 4, 2, 5, 7, 8, 6)
+    full = attn_ext.explain(q, k, v).bytes
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attn_ext.explain(q, k, v).bytes == full / 2
+
+
+def test_explain_leaves_the_generator_alone() -> None:
+    inputs = qkv(1, 2, 2, 5, 7, 8, 8)
+    state = torch.get_rng_state()
+    attn_ext.explain(*inputs, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_explain_refuses_what_attention_refuses() -> None:

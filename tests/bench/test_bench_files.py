@@ -141,7 +141,7 @@ def test_write_replaces_only_what_stands_between_the_markers(tmp_path: Path) -> 
     page = tmp_path / "README.md"
     page.write_text(f"head\n{table.BEGIN}\nstale text\n{table.END}\ntail\n", encoding="utf-8")
     for _ in range(2):  # twice: writing again changes nothing
-        assert main(["table", result, "--markdown", "--write", str(page)]) == 0
+        assert main(["table", result, "--write", str(page)]) == 0
         text = page.read_text(encoding="utf-8")
         assert text.startswith(f"head\n{table.BEGIN}\n| B,H,L,D") and text.endswith(f"\n{table.END}\ntail\n")
         assert "stale text" not in text and text.count("| fp32 |") == 1

@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from op_support import (
-    DTYPE_IDS,
-    DTYPES,
     LAYOUTS,
     OPTIONS,
     Shape,
@@ -27,13 +25,6 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import attn_ext
-
-
-@pytest.fixture(params=DTYPES, ids=DTYPE_IDS)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Each supported dtype."""
-    return request.param
-
 
 # ------------------------------------------------------------------------------------------- the fixed matrix
 

@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from op_support import DTYPE_IDS, DTYPES, assert_same_bits, make, random_bool
+from op_support import assert_same_bits, make, random_bool
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_ext
 
 sdpa = attn_ext.scaled_dot_product_attention
-
-
-@pytest.fixture(params=DTYPES, ids=DTYPE_IDS)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Each supported dtype."""
-    return request.param
 
 
 def torch_sdpa(*args: Any, **kwargs: Any) -> Tensor:
@@ -236,3 +231,68 @@ def test_a_whole_torch_module_runs_unchanged_on_the_drop_in(monkeypatch: pytest.
     actual = layer(x, x, x, key_padding_mask=padding, need_weights=False)[0]
     assert calls
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (7,),
+        (5, 7),
+        (4, 5, 7),
+        (3, 1, 5, 7),
+        (2, 1, 1, 1, 1, 7),
+        (1, 2, 1, 1, 5, 7),
+        (2, 1, 3, 4, 5, 7),
+        (2, 2, 3, 1, 1, 7),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["bool", "float", "expanded"])
+def test_masks_of_many_batch_dims_are_torchs(shape: tuple[int, ...], kind: str) -> None:
+    q, k, v = (make((2, 2, 3, 4, n, 8), seed=n + i) for i, n in enumerate((5, 7, 7)))
+    mask = random_bool(*shape) if kind != "float" else make(shape, seed=5)
+    if kind == "expanded":
+        mask = mask.expand(2, 2, 3, 4, 5, 7)
+    same_as_torch(q, k, v, attn_mask=mask)
+
+
+def test_a_mask_that_batch_entries_share_is_never_copied_for_each_of_them() -> None:
+    q = make((64, 1, 64, 1, 2, 8))
+    mask = random_bool(64, 1, 1, 1, 2, 2)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.dtype == torch.bool:
+                largest = max(largest, out.untyped_storage().nbytes())
+            return out
+
+    with Watch():
+        for given in (mask, mask.expand(64, 1, 64, 1, 2, 2)):
+            sdpa(q, q, q, attn_mask=given)
+    assert largest <= mask.numel()
+
+
+@pytest.mark.parametrize("wrong", [None, [1], 3], ids=type)
+def test_things_that_are_no_tensors_are_refused(wrong: Any) -> None:
+    for shape in ((2, 4, 5, 8), (5, 8), (2, 2, 3, 4, 5, 8)):
+        x = make(shape)
+        for name in ("query", "key", "value", "attn_mask"):
+            if name == "attn_mask" and wrong is None:
+                continue
+            call = {"query": x, "key": x, "value": x, name: wrong}
+            with pytest.raises(TypeError, match=f"scaled_dot_product_attention: {name} must be a tensor"):
+                sdpa(**call)
+
+
+def test_bad_masks_and_probabilities_are_refused_in_the_name_of_the_function() -> None:
+    for shape in ((5, 8), (2, 4, 5, 8), (2, 2, 3, 4, 5, 8)):
+        x = make(shape)
+        for mask in (random_bool(3), random_bool(7, 5), random_bool(9, 1, 1, 1, 1, 5, 5)):
+            with pytest.raises(ValueError, match="scaled_dot_product_attention: .*mask .* must broadcast to"):
+                sdpa(x, x, x, attn_mask=mask)
+        for p in (None, "a"):
+            with pytest.raises(TypeError, match="scaled_dot_product_attention: dropout_p must be a number"):
+                sdpa(x, x, x, dropout_p=p)

@@ -170,6 +170,18 @@ def test_manual_seed_repeats_the_mask_and_the_next_call_draws_another(grad: bool
         )
 
 
+@pytest.mark.parametrize("p", [0.5, 1.0])
+@pytest.mark.parametrize("options", [{}, {"causal": "top_left"}], ids=["plain", "causal"])
+def test_dropped_is_not_hidden_what_a_row_sees_stays_nan(isa: str, p: float, options: dict[str, Any]) -> None:
+    q, k, v = make((1, 2, 12, 8), seed=1), make((1, 2, 12, 8), seed=2), make((1, 2, 12, 3), seed=3)
+    v[:, :, 5], v[:, :, 7, 0] = math.nan, math.inf
+    actual = seeded(attn_ext.attention, q, k, v, dropout_p=p, **options)
+    expected = seeded(attn_ext.reference.attention, q, k, v, dropout_p=p, **options)
+    sees = torch.ones(12, dtype=torch.bool) if not options else torch.arange(12) >= 5
+    assert torch.equal(actual.isnan()[..., 1], sees.expand(1, 2, 12))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5, equal_nan=True)
+
+
 def test_calls_without_dropout_leave_the_generator_alone() -> None:
     q, k, v = (x.requires_grad_(True) for x in Shape(1, 2, 2, 5, 5, 8).qkv())
     before = torch.get_rng_state()

@@ -14,8 +14,10 @@ import pytest
 import torch
 from op_support import make, raw_backward, raw_forward, raw_inference, raw_weights
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import attn_ext
+from attn_ext import reference
 
 Q, K, V = (2, 4, 5, 16), (2, 2, 7, 16), (2, 2, 7, 12)
 # What a direct call of an op may raise: the stable ABI knows three kinds, torch's argument parser adds TypeError.
@@ -152,6 +154,170 @@ def test_tensors_on_different_devices_are_refused_naming_both() -> None:
         )
 
 
+@pytest.mark.parametrize("rows", [None, [1]], ids=["all rows", "one row"])
+def test_weights_of_tensors_on_different_devices_are_refused(rows: list[int] | None) -> None:
+    q, k = floats(*Q), floats(*K)
+    for name, value in (
+        ("mask", torch.ones(5, 7, dtype=torch.bool)),
+        ("bias", floats(5, 7)),
+        ("alibi_slopes", floats(4)),
+        ("sinks", floats(4)),
+        ("key_lengths", torch.tensor([3, 4])),
+    ):
+        words = ("attention_weights", "cpu", "meta")
+        refused(ValueError, words, attn_ext.attention_weights, q, k, rows=rows, **{name: value.to("meta")})
+    refused(ValueError, ("meta",), attn_ext.attention_weights, q, k, heads=torch.tensor([1], device="meta"))
+
+
+def test_raw_ops_refuse_a_mixture_of_devices() -> None:
+    q, k, v = floats(*Q), floats(*K), floats(*V)
+    words = ("one device", "cpu", "meta")
+    for args in ((q.to("meta"), k, v), (q, k.to("meta"), v), (q, k, v.to("meta"))):
+        refused(ValueError, words, raw_inference, *args)
+        refused(ValueError, words, raw_forward, *args)
+    refused(ValueError, words, raw_weights, q, k.to("meta"))
+    options: dict[str, Tensor] = {
+        "mask": torch.ones(5, 7, dtype=torch.bool),
+        "bias": floats(5, 7),
+        "bias2": floats(5, 7),
+        "alibi_slopes": floats(4),
+        "sinks": floats(4),
+        "key_lengths": torch.tensor([3, 4]),
+    }
+    out, lse, row_max, row_sum = raw_forward(q, k, v)
+    saved = {"grad_out": out, "grad_lse": lse, "q": q, "k": k, "v": v}
+    saved |= {"out": out, "row_max": row_max, "row_sum": row_sum}
+    for name, value in options.items():
+        refused(ValueError, words, raw_forward, q, k, v, **{name: value.to("meta")})
+        refused(ValueError, words, raw_weights, q, k, **{name: value.to("meta")})
+        refused(ValueError, words, raw_backward, **saved, **{name: value.to("meta")})
+    refused(
+        ValueError, words, raw_forward, q, k, v, dropout_p=0.5, dropout_seed=torch.tensor(1, device="meta")
+    )
+    refused(ValueError, words, raw_weights, q, k, torch.arange(5, device="meta"), 5)
+    for name, value in saved.items():
+        refused(ValueError, words, raw_backward, **{**saved, name: value.to("meta")})
+
+
+@pytest.mark.parametrize("case", BAD_SHAPES)
+def test_tensors_without_data_are_refused_as_those_with_data_are(case: str) -> None:
+    *shapes, words = BAD_SHAPES[case]
+    q, k, v = (torch.empty(shape, device="meta") for shape in shapes)
+    refused(ValueError, words, attn_ext.attention, q, k, v)
+    refused(ValueError, words, raw_forward, q, k, v)
+    refused(ValueError, words, raw_inference, q, k, v)
+
+
+@pytest.mark.parametrize("road", ["kernel", "no data", "vmap", "jvp", "reference"])
+def test_every_road_refuses_the_same_options(road: str) -> None:
+    q, k, v = floats(*Q), floats(*K), floats(*V)
+
+    def attend(name: str, **options: Any) -> Any:
+        """Through one of the roads: attention, or the weights."""
+        function = reference if road == "reference" else attn_ext
+        if name == "attention":
+            return lambda q, k, v: function.attention(q, k, v, **options)
+        return lambda q, k, v: function.attention_weights(q, k, **options)
+
+    def call(name: str, **options: Any) -> Any:
+        if road == "no data":
+            options = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in options.items()}
+            return attend(name, **options)(*(x.to("meta") for x in (q, k, v)))
+        if road == "vmap":
+            return torch.func.vmap(attend(name, **options), out_dims=0)(*(x[None] for x in (q, k, v)))
+        if road == "jvp":
+            return torch.func.jvp(lambda q: attend(name, **options)(q, k, v), (q,), (q,))
+        return attend(name, **options)(q, k, v)
+
+    for name in ("attention", "attention_weights"):
+        call(name, softcap=2.0, scale=0.5, alibi_slopes=floats(2, 4), key_lengths=torch.tensor([0, 7]))
+        for option, value, words in (
+            ("scale", math.nan, ("scale", "finite", "nan")),
+            ("scale", math.inf, ("scale", "finite", "inf")),
+            ("softcap", -1.0, ("softcap", "-1")),
+            ("softcap", math.nan, ("softcap", "nan")),
+            ("key_lengths", torch.tensor([1]), ("key_lengths", "2")),
+            ("alibi_slopes", floats(2, 2), ("alibi_slopes", "(2, 2)")),
+            ("alibi_slopes", floats(1, 4, 1), ("alibi_slopes", "(1, 4, 1)")),
+            ("sinks", floats(3), ("sinks", "(3,)")),
+            ("mask", torch.ones(4, 7, dtype=torch.bool), ("mask", "(4, 7)")),
+            ("bias", floats(4, 7), ("bias", "(4, 7)")),
+            ("window", (-1, 0), ("window",)),
+        ):
+            refused(
+                ValueError,
+                words if road == "reference" else (f"attn_ext.{name}:", *words),
+                call,
+                name,
+                **{option: value},
+            )
+        if road != "reference":  # it takes slopes of every float dtype
+            refused(ValueError, ("float32", "float64"), call, name, alibi_slopes=floats(4).double())
+        if road != "no data":
+            for lengths, word in (([1, 99], "99"), ([-1, 1], "-1")):
+                refused(ValueError, ("key_lengths", word), call, name, key_lengths=torch.tensor(lengths))
+
+
+def test_one_length_for_each_example_of_vmap_is_taken() -> None:
+    q, k, v = floats(3, *Q), floats(*K), floats(*V)
+    lengths = torch.tensor([[7, 1], [3, 7], [0, 5]])
+    out = torch.func.vmap(lambda q, n: attn_ext.attention(q, k, v, key_lengths=n))(q, lengths)
+    for n in range(3):
+        torch.testing.assert_close(out[n], attn_ext.attention(q[n], k, v, key_lengths=lengths[n]))
+
+
+def test_errors_name_the_function_that_was_called() -> None:
+    q, k, v = floats(*Q), floats(*K)[..., :8], floats(*V)
+    x = floats(9, 4, 16)
+    for name, call in (
+        ("attention", lambda: attn_ext.attention(q, k, v)),
+        ("attention", lambda: attn_ext.attention(q, k, v, return_lse=True)),
+        ("attention", lambda: attn_ext.attention(q.clone().requires_grad_(), k, v)),
+        ("attention_weights", lambda: attn_ext.attention_weights(q, k)),
+        ("scaled_dot_product_attention", lambda: attn_ext.scaled_dot_product_attention(q, q, q[..., :3, :])),
+        (
+            "attention_varlen",
+            lambda: attn_ext.attention_varlen(x, x, x, torch.tensor([0, 8]), torch.tensor([0, 9])),
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^attn_ext.{name}: "):
+            call()
+
+
+@pytest.mark.parametrize(
+    "number", [torch.tensor(0.5), torch.nn.Parameter(torch.tensor(0.0)), "a", None, [1.0]]
+)
+def test_numbers_must_be_plain_so_that_no_gradient_is_lost(number: Any) -> None:
+    q, k, v = floats(*Q), floats(*K), floats(*V)
+    cu = torch.tensor([0, 4])
+    for name in ("scale", "softcap", "dropout_p"):
+        if number is None and name != "dropout_p":
+            continue
+        words = (name, "number")
+        refused(TypeError, words, attn_ext.attention, q, k, v, **{name: number})
+        refused(TypeError, words, attn_ext.attention, q, k, v, return_lse=True, **{name: number})
+        x = floats(4, 2, 16)
+        refused(TypeError, words, attn_ext.attention_varlen, x, x, x, cu, cu, **{name: number})
+        if name != "dropout_p":
+            refused(TypeError, words, attn_ext.attention_weights, q, k, **{name: number})
+        if name != "softcap":
+            refused(TypeError, words, attn_ext.scaled_dot_product_attention, q, q, q, **{name: number})
+
+
+def test_numbers_of_numpy_are_plain_numbers() -> None:
+    q, k, v = floats(*Q), floats(*K), floats(*V)
+    actual = attn_ext.attention(
+        q, k, v, scale=np.float32(0.5), softcap=np.float64(2), window=(np.int64(2), 1)
+    )
+    torch.testing.assert_close(actual, attn_ext.attention(q, k, v, scale=0.5, softcap=2, window=(2, 1)))
+
+
+def test_none_is_no_corner_and_an_integer_beyond_float_no_number() -> None:
+    q, k, v = floats(*Q), floats(*K), floats(*V)
+    refused(ValueError, ("causal", "None"), attn_ext.attention, q, k, v, causal=None)
+    refused(ValueError, ("scale", "float"), attn_ext.attention, q, k, v, scale=10**400)
+
+
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("kind", ["bool mask", "float mask", "bias"])
 @pytest.mark.parametrize(
@@ -184,11 +350,15 @@ def test_masks_that_do_not_broadcast_are_refused_naming_both_shapes(
         refused(FROM_OPS, (), raw_weights, q.detach(), k.detach(), **option)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.int32, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int64, torch.int32, torch.complex64, torch.float8_e4m3fn], ids=str
+)
 def test_masks_of_integers_are_refused_with_the_advice_to_use_bool(dtype: torch.dtype) -> None:
     q, k, v = floats(*Q), floats(*K), floats(*V)
-    mask = torch.ones(5, 7, dtype=dtype)
-    refused(TypeError, ("bool", str(dtype).removeprefix("torch.")), attn_ext.attention, q, k, v, mask=mask)
+    mask = torch.ones(5, 7).to(dtype)
+    refused(
+        TypeError, ("mask", "bool", str(dtype).removeprefix("torch.")), attn_ext.attention, q, k, v, mask=mask
+    )
     refused(TypeError, ("bool",), attn_ext.attention_weights, q, k, mask=mask)
     refused(TypeError, ("bias",), attn_ext.attention, q, k, v, bias=mask)
     refused(FROM_OPS, (), raw_forward, q, k, v, mask=mask)
@@ -221,11 +391,20 @@ def test_negative_windows_are_refused(window: tuple[int | None, int | None]) -> 
     refused(FROM_OPS, ("window",), raw_weights, q, k, window_left=window[0], window_right=window[1])
 
 
-@pytest.mark.parametrize("window", [3, (1,), (1, 2, 3), "left", (1.5, 2)])
+@pytest.mark.parametrize(
+    "window", [3, (1,), (1, 2, 3), "left", (1.5, 2), ("a", 1), (1, True), (torch.tensor(1), 1)]
+)
 def test_windows_that_are_no_pair_of_integers_are_refused(window: Any) -> None:
     q, k, v = floats(*Q), floats(*K), floats(*V)
-    with pytest.raises((TypeError, ValueError)):
-        attn_ext.attention(q, k, v, window=window)
+    refused(ValueError, ("window",), attn_ext.attention, q, k, v, window=window)
+
+
+def test_a_window_that_reaches_further_than_any_sequence_has_no_bound() -> None:
+    q, k, v = floats(*Q), floats(*K), floats(*V)
+    for size in (2**41, 2**63 - 1, 2**64, 2**70):
+        assert torch.equal(attn_ext.attention(q, k, v, window=(size, size)), attn_ext.attention(q, k, v))
+        expected = attn_ext.attention(q, k, v, window=(None, 0))
+        assert torch.equal(attn_ext.attention(q, k, v, window=(size, 0)), expected)
 
 
 @pytest.mark.parametrize("shape", [(3,), (5,), (), (1, 4, 1), (2, 3), (3, 4), (0,)])
@@ -260,6 +439,20 @@ def test_asking_for_the_gradient_of_alibi_slopes_raises() -> None:
     refused((ValueError, RuntimeError), ("alibi_slopes",), attn_ext.attention, q, k, v, alibi_slopes=slopes)
     with torch.no_grad():
         attn_ext.attention(q, k, v, alibi_slopes=slopes)  # nobody asks
+    slopes = slopes.detach()
+    for call in (
+        lambda s: attn_ext.attention(q, k, v, alibi_slopes=s),
+        lambda s: attn_ext.attention_weights(q, k, alibi_slopes=s),
+    ):
+        refused(ValueError, ("alibi_slopes",), torch.func.jvp, call, (slopes,), (slopes,))
+        with forward_ad.dual_level():
+            refused(ValueError, ("alibi_slopes",), call, forward_ad.make_dual(slopes, slopes))
+            refused(
+                ValueError,
+                ("alibi_slopes",),
+                torch.compile(call, backend="eager"),
+                forward_ad.make_dual(slopes, slopes),
+            )
 
 
 def test_key_lengths_that_do_not_fit_are_refused() -> None:
@@ -327,6 +520,8 @@ def test_cumulative_lengths_that_do_not_fit_are_refused() -> None:
             pair = {"q": torch.tensor(good_q), "k": torch.tensor(good_k), which: torch.tensor(wrong)}
             word = (f"cu_seqlens_{which}",)
             refused((ValueError, IndexError), word, call, q, k, v, *pair.values())
+            through_jvp = (lambda q, p=pair: call(q, k, v, *p.values()), (q,), (q,))
+            refused(ValueError, word, torch.func.jvp, *through_jvp)
             refused(FROM_OPS, word, raw_forward, q, k, v, **{f"cu_seqlens_{x}": y for x, y in pair.items()})
     good_q, good_k = torch.tensor(good_q), torch.tensor(good_k)
     for bad_q, bad_k in (
@@ -338,10 +533,23 @@ def test_cumulative_lengths_that_do_not_fit_are_refused() -> None:
         (torch.tensor(0), torch.tensor(0)),
     ):
         refused((ValueError, TypeError), ("cu_seqlens",), call, q, k, v, bad_q, bad_k)
+        through_jvp = (lambda q, a=bad_q, b=bad_k: call(q, k, v, a, b), (q,), (q,))
+        refused((ValueError, TypeError), ("cu_seqlens",), torch.func.jvp, *through_jvp)
         refused(FROM_OPS, ("cu_seqlens",), raw_forward, q, k, v, cu_seqlens_q=bad_q, cu_seqlens_k=bad_k)
     x = floats(4, 9, 16)  # would pass for one sequence of nine rows and four heads
     for which in ("cu_seqlens_q", "cu_seqlens_k"):
         refused(FROM_OPS, ("cu_seqlens",), raw_forward, x, x, x, **{which: torch.tensor([0, 2, 4])})
+
+
+@pytest.mark.parametrize("wrong", [None, [0, 8], (0, 8), np.array([0, 8]), 8], ids=type)
+def test_cumulative_lengths_that_are_no_tensors_are_refused(wrong: Any) -> None:
+    for x in (floats(8, 4, 16), floats(2, 8, 4, 16)):
+        cu = torch.tensor([0, 8])
+        for causal in (False, True):
+            words = ("attention_varlen", "must be a tensor of int32 or int64", type(wrong).__name__)
+            call = attn_ext.attention_varlen
+            refused(TypeError, ("cu_seqlens_q", *words), call, x, x, x, wrong, cu, causal=causal)
+            refused(TypeError, ("cu_seqlens_k", *words), call, x, x, x, cu, wrong, causal=causal)
 
 
 def test_packed_tensors_that_do_not_fit_are_refused() -> None:

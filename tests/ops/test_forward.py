@@ -40,12 +40,6 @@ ODD_SHAPES = (
 )
 
 
-@pytest.fixture(params=DTYPES, ids=DTYPE_IDS)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Each supported dtype."""
-    return request.param
-
-
 # ------------------------------------------------------------------------------------------- the fixed matrix
 
 

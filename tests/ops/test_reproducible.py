@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_support import DTYPE_IDS, DTYPES, LAYOUTS, OPTIONS, Shape, assert_same_bits, make
+from op_support import LAYOUTS, OPTIONS, Shape, assert_same_bits, make
 from torch import Tensor
 
 import attn_ext
@@ -25,12 +25,6 @@ SHAPES = (
     Shape(1, 4, 1, 1, 2100, 64),
     Shape(3, 3, 3, 9, 17, 33),
 )
-
-
-@pytest.fixture(params=DTYPES, ids=DTYPE_IDS)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Each supported dtype."""
-    return request.param
 
 
 def per_entry(options: dict[str, Any], b: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from op_support import (
-    DTYPE_IDS,
     DTYPES,
     assert_close_to_reference,
     assert_grads_close_to_reference,
@@ -44,12 +43,6 @@ OPTIONS: dict[str, Any] = {
         "sinks": torch.linspace(-1.0, 1.0, h),
     },
 }
-
-
-@pytest.fixture(params=DTYPES, ids=DTYPE_IDS)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Each supported dtype."""
-    return request.param
 
 
 def cumulative(lengths: list[int]) -> Tensor:

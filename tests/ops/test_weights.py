@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from op_support import (
-    DTYPE_IDS,
-    DTYPES,
     OPTIONS,
     Shape,
     assert_close_to_reference,
@@ -24,12 +24,6 @@ from torch import Tensor
 import attn_ext
 
 SOME = Shape(2, 4, 2, 20, 37, 16)
-
-
-@pytest.fixture(params=DTYPES, ids=DTYPE_IDS)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Each supported dtype."""
-    return request.param
 
 
 @pytest.mark.isa_matrix
@@ -219,6 +213,76 @@ def test_weights_op_is_differentiable_or_raises() -> None:
     assert weights.requires_grad, "weights that need a gradient came back without one"
     (actual,) = torch.autograd.grad(weights, q, upstream)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+
+
+def test_what_does_not_fit_the_whole_is_refused_also_where_only_a_part_is_asked_for() -> None:
+    q, k, _ = Shape(2, 4, 2, 5, 6, 8).qkv()
+    for name, value in (
+        ("mask", random_bool(9, 6)),
+        ("mask", random_bool(9, 1, 6)),
+        ("bias", make((9, 6))),
+        ("bias", make((3, 6))),
+        ("sinks", make((9,))),
+        ("sinks", make((2,))),
+        ("alibi_slopes", make((9,))),
+        ("key_lengths", torch.tensor([6])),
+    ):
+        for part in ({"rows": [4]}, {"heads": [3]}, {"rows": [0], "heads": [0]}):
+            with pytest.raises(
+                ValueError, match=rf"attention_weights: .*{re.escape(str(tuple(value.shape)))}"
+            ):
+                attn_ext.attention_weights(q, k, **part, **{name: value})
+    with pytest.raises(ValueError, match="the 4 heads of q must be a multiple"):
+        attn_ext.attention_weights(q, k[:, :0], heads=[1])
+
+
+def test_rows_and_heads_may_be_any_sequence_of_integers() -> None:
+    q, k, _ = Shape(2, 4, 2, 5, 6, 8).qkv()
+    options = {"mask": random_bool(4, 5, 6), "sinks": make((4,)), "alibi_slopes": make((2, 4)).abs()}
+    everything = attn_ext.attention_weights(q, k, **options)
+    for index in (
+        [3, 0, 3],
+        (1, -1),
+        range(3),
+        np.array([2, -1]),
+        [np.int64(2), 1],
+        torch.tensor([1, 2], dtype=torch.int16),
+        torch.tensor([3, -4]),
+        [],
+        np.array([], dtype=np.int64),
+    ):
+        numbers = [int(n) for n in index]
+        rows = attn_ext.attention_weights(q, k, rows=index, **options)
+        heads = attn_ext.attention_weights(q, k, heads=index, **options)
+        torch.testing.assert_close(rows, everything[:, :, numbers], rtol=0, atol=1e-6)
+        torch.testing.assert_close(heads, everything[:, numbers], rtol=0, atol=1e-6)
+    assert attn_ext.attention_weights(q[:, :0], k[:, :0], heads=[]).shape == (2, 0, 5, 6)
+    one = Shape(1, 1, 1, 3, 4, 8).qkv()
+    twice = attn_ext.attention_weights(one[0], one[1], heads=[0, 0], sinks=make((1,)))
+    assert twice.shape == (1, 2, 3, 4) and torch.equal(twice[:, 0], twice[:, 1])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        1,
+        slice(1),
+        "12",
+        [1.5],
+        [True],
+        [[1]],
+        torch.tensor(1),
+        torch.tensor([1.0]),
+        torch.tensor([True]),
+        np.array([[1]]),
+    ],
+    ids=repr,
+)
+def test_rows_and_heads_that_are_no_sequence_of_integers_are_refused(wrong: Any) -> None:
+    q, k, _ = Shape(2, 4, 2, 5, 6, 8).qkv()
+    for name in ("rows", "heads"):
+        with pytest.raises(TypeError, match=f"attention_weights: {name} must be .*integers"):
+            attn_ext.attention_weights(q, k, **{name: wrong})
 
 
 def test_weights_of_no_keys_and_of_no_queries_are_empty() -> None:
