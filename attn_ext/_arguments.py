@@ -413,36 +413,39 @@ def check_call(
 
 def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor | None, packed: bool) -> int:
     """Checks q, k and v against one another; returns the number of batch entries."""
-    came = f"q {tuple(q.shape)}, k {tuple(k.shape)}" + ("" if v is None else f", v {tuple(v.shape)}")
+
+    def came() -> str:  # put together only where it is needed: a trace with sizes that are symbols cannot
+        return ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip("qkv", tensors, strict=False))
+
     tensors = (q, k) if v is None else (q, k, v)
     if q.dtype not in FLOATS or any(t.dtype != q.dtype for t in tensors):
         _refuse_dtypes(op, *tensors)
     ranks = {t.dim() for t in tensors}
     if packed and ranks != {3}:
-        raise ValueError(f"attn_ext.{op}: packed q, k, v must be (total, H, D), not {came}")
+        raise ValueError(f"attn_ext.{op}: packed q, k, v must be (total, H, D), not {came()}")
     if not 3 <= q.dim() <= 5:
         raise ValueError(
-            f"attn_ext.{op}: q, k, v must be (H, L, D), (B, H, L, D) or (B1, B2, H, L, D), not {came}"
+            f"attn_ext.{op}: q, k, v must be (H, L, D), (B, H, L, D) or (B1, B2, H, L, D), not {came()}"
         )
     if len(ranks) > 1:
-        raise ValueError(f"attn_ext.{op}: q, k, v must have the same number of dimensions, not {came}")
+        raise ValueError(f"attn_ext.{op}: q, k, v must have the same number of dimensions, not {came()}")
     heads, length = (-2, -3) if packed else (-3, -2)
     if any(t.shape[:-3] != q.shape[:-3] for t in tensors):
-        raise ValueError(f"attn_ext.{op}: q, k, v must have the same batch sizes, not {came}")
+        raise ValueError(f"attn_ext.{op}: q, k, v must have the same batch sizes, not {came()}")
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"attn_ext.{op}: q and k must have the same head dim: {came}")
+        raise ValueError(f"attn_ext.{op}: q and k must have the same head dim: {came()}")
     if q.shape[-1] == 0:
-        raise ValueError(f"attn_ext.{op}: the head dim of q and k must be at least 1: {came}")
+        raise ValueError(f"attn_ext.{op}: the head dim of q and k must be at least 1: {came()}")
     if v is not None and v.shape[heads] != k.shape[heads]:
-        raise ValueError(f"attn_ext.{op}: k and v must have the same number of heads: {came}")
+        raise ValueError(f"attn_ext.{op}: k and v must have the same number of heads: {came()}")
     if v is not None and v.shape[length] != k.shape[length]:
-        raise ValueError(f"attn_ext.{op}: k and v must have the same length: {came}")
+        raise ValueError(f"attn_ext.{op}: k and v must have the same length: {came()}")
     Hq, Hkv = q.shape[heads], k.shape[heads]
     if (Hkv == 0 and Hq != 0) or (Hkv != 0 and Hq % Hkv != 0):
         raise ValueError(
-            f"attn_ext.{op}: the {Hq} heads of q must be a multiple of the heads of k and v, which are {Hkv}: {came}"
+            f"attn_ext.{op}: the {Hq} heads of q must be a multiple of the heads of k and v, which are {Hkv}: {came()}"
         )
-    return 1 if packed else math.prod(q.shape[:-3])
+    return 1 if packed else q.shape[:-3].numel()
 
 
 def _check_numbers(op: str, options: Options) -> None:
@@ -454,9 +457,10 @@ def _check_numbers(op: str, options: Options) -> None:
         if side is not None and side < 0:
             raise ValueError(f"attn_ext.{op}: {name} must be at least 0, or None for no bound, not {side}")
     scale, softcap, p = options.scale, options.softcap, options.dropout_p
-    if isinstance(scale, float) and not math.isfinite(scale):
+    # Comparisons, for they can be traced with symbols.
+    if isinstance(scale, float) and not -math.inf < scale < math.inf:
         raise ValueError(f"attn_ext.{op}: scale must be finite, not {scale}")
-    if isinstance(softcap, float) and not (math.isfinite(softcap) and softcap >= 0):
+    if isinstance(softcap, float) and not 0 <= softcap < math.inf:
         raise ValueError(f"attn_ext.{op}: softcap must be 0 (off) or a positive number, not {softcap}")
     if isinstance(p, float) and not 0 <= p <= 1:
         raise ValueError(f"attn_ext.{op}: dropout_p must lie between 0 and 1, not be {p}")

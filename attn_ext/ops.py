@@ -15,7 +15,6 @@ Letters: B batch, Hq and Hkv heads, Lq and Lk lengths, D and Dv head dims (see R
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -440,7 +439,10 @@ def _many_batch_dims(
         mask = mask[(None,) * (len(full) - mask.dim())]
     differs = [d for d in range(len(batch)) if mask is not None and _differs_along(mask, d)]
     shared = [d for d in range(len(batch)) if d not in differs]
-    two = math.prod(batch[d] for d in differs), math.prod(batch[d] for d in shared)
+    two = [1, 1]
+    for n, dims in enumerate((differs, shared)):
+        for d in dims:
+            two[n] = two[n] * batch[d]
     if mask is not None:
         for d in reversed(shared):
             mask = mask.select(d, 0)
@@ -450,8 +452,8 @@ def _many_batch_dims(
         t.permute(*order, -3, -2, -1).reshape(*two, *t.shape[-3:]) for t in (query, key, value)
     )
     out = attention(query, key, value, mask=mask, **rest)
-    out = out.reshape(*(batch[d] for d in order), *out.shape[-3:])
-    return out.permute(*(order.index(d) for d in range(len(batch))), -3, -2, -1)
+    out = out.reshape([batch[d] for d in order] + list(out.shape[-3:]))
+    return out.permute([order.index(d) for d in range(len(batch))] + [-3, -2, -1])
 
 
 def _differs_along(t: Tensor, dim: int) -> bool:

@@ -6,8 +6,8 @@ B batch · Hq query heads · Hkv key/value heads · Lq queries · Lk keys
 D head dim of q and k · Dv head dim of v and out
 
 It is also the road that `attn_ext.attention` takes for double backward, forward-mode AD and `torch.func`:
-nothing here works in place or branches on the values of a tensor, everything can be differentiated as often
-as one likes.
+nothing here works in place or branches on the values of a tensor (lengths are looked at only to refuse those
+out of range), everything can be differentiated as often as one likes.
 
 One rule shapes the code: *a key hidden from a row never touches that row, whatever it holds*. A plain matrix
 product breaks it, for 0·NaN is NaN: a hidden v of NaN would spoil the output, a hidden k of NaN the gradient

@@ -288,6 +288,30 @@ def test_compiled_code_under_autocast_equals_eager_code_under_autocast() -> None
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["plain numbers", "weights", "drop-in of rank 6", "packed", "jvp"])
+def test_sizes_and_numbers_that_are_symbols_compile_without_a_graph_break(name: str) -> None:
+    def call(q: Tensor, mask: Tensor, scale: float, left: int) -> Tensor:
+        if name == "weights":
+            return attn_ext.attention_weights(q, q, mask=mask, rows=[0, 2], scale=scale)
+        if name == "drop-in of rank 6":
+            x = q[:, None, None]
+            return attn_ext.scaled_dot_product_attention(x, x, x, attn_mask=mask, scale=scale)
+        if name == "packed":
+            x, cu = q[0].transpose(0, 1), torch.tensor([0, q.shape[-2]])
+            return attn_ext.attention_varlen(x, x, x, cu, cu, causal=True, scale=scale, window=(left, None))
+        if name == "jvp":
+            return torch.func.jvp(lambda q: attn_ext.attention(q, q, q, scale=scale).sum(), (q,), (q,))[1]
+        window = (left, q.shape[-2] // 2)
+        return attn_ext.attention(q, q, q, mask=mask, scale=scale, softcap=2 * scale, window=window)
+
+    fast = compiled(call, dynamic=True)
+    for batch, length, scale, left in ((2, 5, 0.5, 2), (3, 7, 0.25, 3), (4, 9, 0.75, 4)):
+        q, mask = make((batch, 2, length, 8)), random_bool(length, length)
+        torch.testing.assert_close(
+            fast(q, mask, scale, left), call(q, mask, scale, left), rtol=1e-5, atol=1e-5
+        )
+
+
 # ------------------------------------------------------------------------------- torch.compile and torch.func
 
 
@@ -330,17 +354,19 @@ def test_a_tangent_that_enters_compiled_code_from_outside_is_not_lost(
         lambda q: attn_ext.attention(q, k, v),
         lambda q: attn_ext.attention_weights(q, k, rows=[1]),
     ):
-        torch._dynamo.reset()
         _, expected = torch.func.jvp(attend, (q,), (tangent,))
-        fast = torch.compile(attend, backend=backend)
-        if traced_before:
-            fast(q)
-        _, through_func = torch.func.jvp(fast, (q,), (tangent,))
-        torch.testing.assert_close(through_func, expected, rtol=0, atol=1e-5)
-        with forward_ad.dual_level():
-            through_dual = forward_ad.unpack_dual(fast(forward_ad.make_dual(q, tangent))).tangent
-        assert through_dual is not None
-        torch.testing.assert_close(through_dual, expected, rtol=0, atol=1e-5)
+        for way in ("func", "dual"):
+            torch._dynamo.reset()
+            fast = torch.compile(attend, backend=backend)
+            if traced_before:
+                fast(q)
+            if way == "func":
+                _, actual = torch.func.jvp(fast, (q,), (tangent,))
+            else:
+                with forward_ad.dual_level():
+                    actual = forward_ad.unpack_dual(fast(forward_ad.make_dual(q, tangent))).tangent
+            assert actual is not None, f"the tangent of {way} is lost"
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_without_a_graph_break_such_a_tangent_is_refused() -> None:
