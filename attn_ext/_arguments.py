@@ -445,7 +445,10 @@ def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor | None, packed: bool)
         raise ValueError(
             f"attn_ext.{op}: the {Hq} heads of q must be a multiple of the heads of k and v, which are {Hkv}: {came()}"
         )
-    return 1 if packed else q.shape[:-3].numel()
+    batch = 1
+    for size in q.shape[:-3]:  # Size.numel() would make numbers of symbols
+        batch = batch * size
+    return batch
 
 
 def _check_numbers(op: str, options: Options) -> None:
