@@ -45,7 +45,7 @@ def registered() -> Iterator[None]:
 
 def error(got: Tensor, expected: Tensor) -> float:
     assert got.shape == expected.shape
-    return float((got.detach() - expected).abs().nan_to_num(math.inf).max())
+    return float((got.detach() - expected.detach()).abs().nan_to_num(math.inf).max())
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
