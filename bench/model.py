@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only rows whose id holds TEXT; repeatable",
     )
     parser.add_argument("--list", action="store_true", help="print the rows' ids and stop")
-    parser.add_argument("--quick", action="store_true", help="three short rows, less time each")
+    parser.add_argument("--quick", action="store_true", help="the short rows, less time each")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--seconds", type=float, help="per rival and row (default: 3, quick 0.5)")
     parser.add_argument("--json", metavar="FILE", help="write the result for compare")

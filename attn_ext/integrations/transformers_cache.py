@@ -20,7 +20,7 @@ def cache(config: Any = None, *, capacity: int = 64) -> Cache:
         capacity: room for so many positions to begin with; it doubles when it is full.
 
     Returns:
-        A `DynamicCache`, or an `EncoderDecoderCache` of two. An empty one for every sequence or batch.
+        A new, empty `DynamicCache`, or an `EncoderDecoderCache` of two. Every batch needs its own.
 
     Raises:
         ValueError: a capacity below 1.
