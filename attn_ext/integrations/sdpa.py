@@ -264,9 +264,7 @@ class _Switch:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for name, key, kernel in kernels:
-                if (
-                    _dynamo_taught
-                ):  # or Dynamo compiles them where a compiled function falls back to eager mode
+                if _dynamo_taught:  # else it is compiled wherever a compiled function turns to eager mode
                     kernel = torch.compiler.disable(kernel)
                 self._library.impl(name.removeprefix("aten::"), kernel, key, with_keyset=True)
         self._torch_mha_forward = F.multi_head_attention_forward
