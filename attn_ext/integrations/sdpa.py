@@ -121,8 +121,8 @@ class override_sdpa:  # noqa: N801  a context manager in torch's style, as torch
             _switch.on = True
             return _UNCOUNTED
         calls = Calls()
-        self._entered.append((calls, False))
         _switch.open(calls)
+        self._entered.append((calls, False))
         return calls
 
     def __exit__(
@@ -264,9 +264,7 @@ class _Switch:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for name, key, kernel in kernels:
-                if (
-                    _dynamo_taught
-                ):  # else it would compile them where a compiled function falls back to eager mode
+                if _dynamo_taught:  # else it is compiled wherever a compiled function turns to eager mode
                     kernel = torch.compiler.disable(kernel)
                 self._library.impl(name.removeprefix("aten::"), kernel, key, with_keyset=True)
         self._torch_mha_forward = F.multi_head_attention_forward
@@ -305,8 +303,10 @@ def _sdpa_kernel(torch_kernel: Any) -> Callable[..., Tensor]:
         )
         if reason is None:
             _switch.count(None)
-            if _grad_enabled() and not keys.has(_AUTOGRAD):  # called by the kernel of some operator:
-                with torch.no_grad():  # that operator's gradient is its own affair
+            if _grad_enabled() and not keys.has(
+                _AUTOGRAD
+            ):  # called by the kernel of another operator, below autograd
+                with torch.no_grad():
                     return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if reason != _TRACED:
