@@ -66,8 +66,8 @@ def draw(result: dict[str, Any], path: str) -> None:
             axes.set_xlim(0, max(1.0, furthest) * 1.09)
             axes.tick_params(axis="x", labelbottom=axes is grid[-1, 0])
         grid[-1, 0].set_xlabel(
-            "share of the multiply-add (bf16 where there is one: dot product) peak measured in the same run;\n"
-            "beside our bars: how many times as fast as torch, bold where beyond both spreads"
+            "share of the peak of multiply-adds (bf16: dot products) of the same run;\n"
+            "beside our bars: times as fast as torch, bold where both spreads lie apart"
         )
     present = [n for n in COLOURS if any(n in _rivals(row) for rows in panels.values() for row in rows)]
     patches = [Patch(color=COLOURS[name], label=name) for name in present]
