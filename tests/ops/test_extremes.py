@@ -113,9 +113,11 @@ def test_a_float64_bias_stays_finite_beside_float32(isa: str) -> None:
     bias = torch.full((5, 6), torch.finfo(torch.float64).min, dtype=torch.float64)
     mean = v.mean(dim=2, keepdim=True).repeat_interleave(2, 1).expand(2, 4, 5, 3)
     torch.testing.assert_close(attention(q, k, v, bias=bias), mean)
+    torch.testing.assert_close(reference.attention(q, k, v, bias=bias), mean)
     bias[:, 0] = -torch.inf
     rest = v[:, :, 1:].mean(dim=2, keepdim=True).repeat_interleave(2, 1).expand(2, 4, 5, 3)
     torch.testing.assert_close(attention(q, k, v, bias=bias), rest)
+    torch.testing.assert_close(reference.attention(q, k, v, bias=bias), rest)
 
 
 def test_a_row_without_a_key_is_zero_whatever_its_sink(isa: str) -> None:
