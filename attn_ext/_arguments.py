@@ -12,6 +12,7 @@ import math
 import numbers
 import operator
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -117,7 +118,7 @@ def common_dtype(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     if _any_autocast():
         kind = q.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
-            cast = _cast_uncompiled if dual_numbers() else _cast
+            cast = uncompiled().cast if dual_numbers() else _cast
             q, k, v = cast(torch.get_autocast_dtype(kind), q, k, v)
     dtype = q.dtype
     if not (dtype is k.dtype and dtype is v.dtype and dtype in FLOATS):
@@ -323,25 +324,27 @@ def dual_numbers() -> bool:
     """Whether forward-mode AD runs and no functorch transform does.
 
     Compiled code loses the tangents of dual tensors that come in from outside, without a word. What meets them is
-    therefore called through `torch.compiler.disable`: a break of the graph, or an error where none is allowed.
+    therefore called through `uncompiled()`: a break of the graph, or an error where none is allowed.
     """
     return forward_ad._current_level >= 0 and not _functorch_active()
+
+
+def uncompiled() -> ModuleType:
+    """`attn_ext._uncompiled`, imported here and not above: with it comes torch's compiler, which takes seconds."""
+    from attn_ext import _uncompiled
+
+    return _uncompiled
 
 
 def have_tangent(*tensors: Tensor | None) -> bool:
     """Whether forward-mode AD follows one of the tensors."""
     if forward_ad._current_level < 0:
         return False
-    return (_have_tangent_uncompiled if dual_numbers() else _have_tangent)(*tensors)
+    return (uncompiled().have_tangent if dual_numbers() else _have_tangent)(*tensors)
 
 
 def _have_tangent(*tensors: Tensor | None) -> bool:
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
-
-
-LOSES_TANGENTS = "compiled code loses the tangents of dual tensors"
-_cast_uncompiled = torch.compiler.disable(_cast, reason=LOSES_TANGENTS)
-_have_tangent_uncompiled = torch.compiler.disable(_have_tangent, reason=LOSES_TANGENTS)
 
 
 def readable(t: Tensor) -> bool:

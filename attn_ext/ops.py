@@ -25,7 +25,6 @@ from torch.autograd import forward_ad
 from attn_ext import reference
 from attn_ext._arguments import (
     CORNERS,
-    LOSES_TANGENTS,
     Options,
     check_call,
     check_device,
@@ -39,6 +38,7 @@ from attn_ext._arguments import (
     read_indices,
     read_options,
     readable,
+    uncompiled,
 )
 from attn_ext._load import _C  # noqa: F401  registers torch.ops.attn_ext
 
@@ -322,7 +322,7 @@ def attention_weights(
     check_call(op, q, k, None, options)  # before the selection, which would hide what does not fit
     index = None if heads is None else read_indices(op, "heads", heads, q.shape[-3], q.device)
     positions = None if rows is None else read_indices(op, "rows", rows, q.shape[-2], q.device)
-    return (_chosen_weights_uncompiled if dual_numbers() else _chosen_weights)(
+    return (uncompiled().chosen_weights if dual_numbers() else _chosen_weights)(
         q, k, options, index, positions
     )
 
@@ -378,9 +378,6 @@ def _chosen_weights(
                 bias2=_select(options.bias2, dim, index),
             )
     return _weights_of("attention_weights", q, k, options, None, None, rows, num_queries)
-
-
-_chosen_weights_uncompiled = torch.compiler.disable(_chosen_weights, reason=LOSES_TANGENTS)
 
 
 def _select(t: Tensor | None, dim: int, index: Tensor) -> Tensor | None:
@@ -507,7 +504,7 @@ def _run(
     try:
         if _transformed(*learned):
             check_call(op, q, k, v, options)
-            out, lse = (_uncompiled if dual_numbers() else _unfused)(q, k, v, options)
+            out, lse = (uncompiled().unfused if dual_numbers() else _unfused)(q, k, v, options)
         elif _differentiating(*learned) and not _compiling():
             out, lse, row_max, row_sum = _Attention.apply(
                 q, k, v, options.bias, options.bias2, options.sinks, options
@@ -548,9 +545,6 @@ def _unfused(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
         key_lengths=options.key_lengths,
         **shared,
     )
-
-
-_uncompiled = torch.compiler.disable(_unfused, reason=LOSES_TANGENTS)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------
@@ -691,7 +685,7 @@ def _weights_of(
     learned = (q, k, options.bias, options.bias2, options.sinks)
     try:
         if _transformed(*learned) or (_compiling() and _differentiating(*learned)):
-            unfused = _uncompiled_weights if dual_numbers() else _unfused_weights
+            unfused = uncompiled().unfused_weights if dual_numbers() else _unfused_weights
             return unfused(q, k, options, positions, num_queries)
         if _differentiating(*learned):
             return _Weights.apply(*learned, options, row_max, row_sum, positions, num_queries)
@@ -723,9 +717,6 @@ def _unfused_weights(
         key_lengths=options.key_lengths,
         **rows,
     )
-
-
-_uncompiled_weights = torch.compiler.disable(_unfused_weights, reason=LOSES_TANGENTS)
 
 
 # --- fake tensors: shapes, dtypes and strides without data ----------------------------------------------------------
