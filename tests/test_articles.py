@@ -182,7 +182,7 @@ def test_the_training_loop_runs_and_stays_at_the_baseline_as_it_truly_does(one_t
 
 
 def test_the_heat_map_of_one_block_and_head(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
     from attn_ext.teach.heatmap import collect_weights, draw, panels, save_figure
 
     model = TinyTextClassifier(vocab_size=20, d_model=16, h=4, d_ff=32)

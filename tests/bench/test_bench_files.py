@@ -166,14 +166,14 @@ def test_the_table_can_be_cut_down_to_some_rows(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
     result = saved(tmp_path / "a.json", made_up_row(SQUARE, 100.0, 250.0), made_up_row(BF16, 10.0, 5.0))
     assert main(["plot", result]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_result_without_shares_cannot_be_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
     from bench import plot
 
     with pytest.raises(BenchError, match="nothing to draw"):

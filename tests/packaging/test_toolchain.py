@@ -112,7 +112,7 @@ def test_max_jobs_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ninja_of_an_environment_that_is_not_activated_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ninja")
+    pytest.importorskip("ninja", reason="ninja is not installed: pip install ninja")
     monkeypatch.setenv("PATH", tool_path(tmp_path / "bin", "ninja"))
     assert toolchain.find_ninja()
 

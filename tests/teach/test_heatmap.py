@@ -99,7 +99,7 @@ def test_panels_pick_blocks_and_heads() -> None:
 
 @pytest.fixture
 def matplotlib() -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
 
 
 def grid_of(*shape: int, heads: int = 1) -> list[list[Panel]]:

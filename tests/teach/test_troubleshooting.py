@@ -24,8 +24,8 @@ def test_every_symptom_of_the_table_has_a_section_with_code_and_a_cure() -> None
 
 
 def test_the_commands_that_the_page_names_exist() -> None:
-    pytest.importorskip("typer")
-    pytest.importorskip("rich")
+    pytest.importorskip("typer", reason="typer is not installed: pip install typer")
+    pytest.importorskip("rich", reason="rich is not installed: pip install rich")
     from attn_ext.cli.app import app
 
     named = set(re.findall(r"`attn-ext ([\w-]+)", PAGE.read_text(encoding="utf-8")))
