@@ -29,6 +29,8 @@ from bench.common import (
     Column,
     Runner,
     Timer,
+    add_row_filter,
+    add_run_options,
     ceiling_of,
     describe_machine,
     machine_line,
@@ -37,6 +39,8 @@ from bench.common import (
     print_table,
     require_folder,
     say,
+    seconds_of,
+    threads_of,
     time_runners,
     timer_for,
     write_json,
@@ -56,21 +60,13 @@ from bench.peers import (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m bench attention`."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--rows",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="only rows whose id holds TEXT; repeatable",
-    )
+    add_row_filter(parser)
     parser.add_argument("--dtype", action="append", default=[], choices=tuple(DTYPES), help="repeatable")
     parser.add_argument(
         "--pass", action="append", default=[], choices=PASSES, dest="passes", help="repeatable"
     )
-    parser.add_argument("--list", action="store_true", help="print the rows' ids and stop")
+    add_run_options(parser, seconds="1, quick 0.2")
     parser.add_argument("--quick", action="store_true", help="the short rows, less time each, no memory")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--seconds", type=float, help="per rival and row (default: 1, quick 0.2)")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory (a process a row)")
     parser.add_argument("--no-engines", action="store_true", help="torch only, not onnxruntime and openvino")
     parser.add_argument("--json", metavar="FILE", help="write the result for compare, plot and table")
@@ -124,17 +120,11 @@ class Settings:
 
     @staticmethod
     def of(options: argparse.Namespace) -> Settings:
-        threads = torch.get_num_threads() if options.threads is None else options.threads
-        if threads < 1:
-            raise BenchError(f"--threads must be at least 1, got {threads}")
         quick = options.quick
-        seconds = options.seconds if options.seconds is not None else (0.2 if quick else 1.0)
-        if not 0 < seconds <= 600:
-            raise BenchError(f"--seconds must be above 0 and at most 600, got {seconds}")
         return Settings(
             device=options.device,
-            threads=threads,
-            seconds=seconds,
+            threads=threads_of(options),
+            seconds=seconds_of(options, 0.2 if quick else 1.0),
             rounds=3 if quick else 5,
             pause=0.05 if quick else 0.1,
             ceiling_seconds=0.3 if quick else 1.0,

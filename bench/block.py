@@ -28,11 +28,15 @@ from bench.common import (
     Column,
     CpuTimer,
     Runner,
+    add_row_filter,
+    add_run_options,
     describe_machine,
     machine_line,
     print_table,
     require_folder,
     say,
+    seconds_of,
+    threads_of,
     time_runners,
     write_json,
 )
@@ -76,17 +80,9 @@ def all_cases() -> list[Case]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m bench block`."""
-    parser.add_argument(
-        "--rows",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="only rows whose id holds TEXT; repeatable",
-    )
-    parser.add_argument("--list", action="store_true", help="print the rows' ids and stop")
+    add_row_filter(parser)
+    add_run_options(parser, seconds="3, quick 0.5")
     parser.add_argument("--quick", action="store_true", help="less time a row")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--seconds", type=float, help="per rival and row (default: 3, quick 0.5)")
     parser.add_argument("--json", metavar="FILE", help="write the result for compare")
 
 
@@ -100,12 +96,8 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         print("\n".join(case.id for case in cases))
         return 0
-    threads = torch.get_num_threads() if options.threads is None else options.threads
-    if threads < 1:
-        raise BenchError(f"--threads must be at least 1, got {threads}")
-    seconds = options.seconds if options.seconds is not None else (0.5 if options.quick else 3.0)
-    if not 0 < seconds <= 600:
-        raise BenchError(f"--seconds must be above 0 and at most 600, got {seconds}")
+    threads = threads_of(options)
+    seconds = seconds_of(options, 0.5 if options.quick else 3.0)
     if options.json:
         require_folder(options.json)
     torch.set_num_threads(threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib.metadata
 import json
@@ -32,6 +33,43 @@ DTYPES: dict[str, torch.dtype] = {
 
 class BenchError(Exception):
     """Something the user can put right. The message is one sentence; the process ends with exit code 2."""
+
+
+# --- what the commands share in their options ---------------------------------------------------------------------
+
+
+def add_row_filter(parser: argparse.ArgumentParser) -> None:
+    """The option --rows."""
+    parser.add_argument(
+        "--rows",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only rows whose id holds TEXT; repeatable",
+    )
+
+
+def add_run_options(parser: argparse.ArgumentParser, seconds: str) -> None:
+    """--list, --threads and --seconds of the commands that measure; `seconds` says the default in words."""
+    parser.add_argument("--list", action="store_true", help="print the rows' ids and stop")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--seconds", type=float, help=f"per rival and row (default: {seconds})")
+
+
+def threads_of(options: argparse.Namespace) -> int:
+    """The thread count to use; BenchError where it is below 1."""
+    threads = torch.get_num_threads() if options.threads is None else options.threads
+    if threads < 1:
+        raise BenchError(f"--threads must be at least 1, got {threads}")
+    return threads
+
+
+def seconds_of(options: argparse.Namespace, default: float) -> float:
+    """Seconds per rival and row; BenchError where they are not above 0 and at most 600."""
+    seconds = default if options.seconds is None else options.seconds
+    if not 0 < seconds <= 600:
+        raise BenchError(f"--seconds must be above 0 and at most 600, got {seconds}")
+    return seconds
 
 
 # --- the machine --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.attention import MARKS, MARKS_SENTENCE, microseconds, percent, rate
-from bench.common import BenchError, clearly_faster, machine_line, read_json
+from bench.common import BenchError, add_row_filter, clearly_faster, machine_line, read_json
 from bench.peers import ENGINES
 
 BEGIN = "<!-- speed-table:begin -->"
@@ -17,13 +17,7 @@ END = "<!-- speed-table:end -->"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m bench table`."""
     parser.add_argument("file", metavar="FILE.json")
-    parser.add_argument(
-        "--rows",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="only rows whose id holds TEXT; repeatable",
-    )
+    add_row_filter(parser)
     parser.add_argument("--write", metavar="README.md", help=f"replace what stands between {BEGIN} and {END}")
 
 
