@@ -78,6 +78,18 @@ def all_cases() -> list[Case]:
     return [*cases, Case(8, 128, "train", "fp32", padded=True), Case(8, 128, "eval", "fp32", padded=True)]
 
 
+def chosen(texts: Sequence[str]) -> list[Case]:
+    """The rows whose id holds one of `texts`; without any, all that this CPU has matrix products for.
+
+    A bf16 block is mostly torch's own linear layers, and where the CPU has no AVX-512 their backward takes about a
+    hundred times what fp32 takes: minutes a row that say nothing of attention. `--rows bf16` measures them anyway.
+    """
+    if texts:
+        return [case for case in all_cases() if any(text in case.id for text in texts)]
+    fast_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return [case for case in all_cases() if fast_bf16 or case.dtype != "bf16"]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m bench block`."""
     add_row_filter(parser)
@@ -88,9 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the benchmark; 0, or 1 where a result was wrong."""
-    cases = [
-        case for case in all_cases() if not options.rows or any(text in case.id for text in options.rows)
-    ]
+    cases = chosen(options.rows)
     if not cases:
         raise BenchError("no row fits these filters; --list names the rows")
     if options.list:
@@ -101,6 +111,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         require_folder(options.json)
     torch.set_num_threads(threads)
+    if not options.rows and len(cases) < len(all_cases()):
+        say(
+            "bf16 rows are left out: torch has no fast bf16 linear layers on this CPU (--rows bf16 measures them)"
+        )
     result = measure(cases, threads, seconds)
     show(result)
     if options.json:

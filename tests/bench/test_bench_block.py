@@ -26,7 +26,8 @@ ARGUMENTS = ["block", "--seconds", "0.01", "--threads", "1"]
 def test_every_row_agrees_and_is_timed(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*ARGUMENTS, "--json", str(tmp_path / "a.json")]) == 0
+    everything = ["--rows", "fp32", "--rows", "bf16"]
+    assert main([*ARGUMENTS, *everything, "--json", str(tmp_path / "a.json")]) == 0
     result = common.read_json(tmp_path / "a.json")
     assert [row["id"] for row in result["rows"]] == [case.id for case in block.all_cases()]
     shown = capsys.readouterr().out
@@ -77,3 +78,18 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 def test_rows_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["block", "--list", "--rows", "padded"]) == 0
     assert capsys.readouterr().out.split("\n") == ["fp32 train 8×128 padded", "fp32 eval 8×128 padded", ""]
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_bf16_rows_are_left_out_and_said_where_torch_is_slow_at_them(
+    supported: bool,
+    small: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    assert main([*ARGUMENTS, "--json", str(tmp_path / "a.json")]) == 0
+    dtypes = {row["id"].split()[0] for row in common.read_json(tmp_path / "a.json")["rows"]}
+    assert dtypes == ({"fp32", "bf16"} if supported else {"fp32"})
+    assert ("bf16 rows are left out" in capsys.readouterr().err) is not supported
