@@ -11,6 +11,7 @@ from __future__ import annotations
 from attn_ext import _load  # first: it says in one sentence what keeps the compiled part from loading
 
 from attn_ext import backend, masks, nn, reference  # isort: skip
+from attn_ext.cache_ops import attention_with_kv_cache, kv_cache_append_  # isort: skip
 from attn_ext.explain import explain  # isort: skip
 from attn_ext.ops import attention, attention_varlen, attention_weights, scaled_dot_product_attention  # isort: skip
 
@@ -20,8 +21,10 @@ __all__ = [
     "attention",
     "attention_varlen",
     "attention_weights",
+    "attention_with_kv_cache",
     "backend",
     "explain",
+    "kv_cache_append_",
     "masks",
     "nn",
     "reference",

@@ -59,6 +59,12 @@ class Options(NamedTuple):
         return self[:9]
 
 
+def named(op: str, error: Exception) -> Exception:
+    """The error in the name of the function that was called, not of what it called in turn."""
+    _, found, text = str(error).partition(": ")
+    return type(error)(f"attn_ext.{op}: {text}") if found and str(error).startswith("attn_ext.") else error
+
+
 # --- one argument at a time ---------------------------------------------------------------------------------------
 
 

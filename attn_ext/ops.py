@@ -33,6 +33,7 @@ from attn_ext._arguments import (
     expect_tensor,
     have_tangent,
     integer_tensor,
+    named,
     number,
     read_corner,
     read_indices,
@@ -40,6 +41,7 @@ from attn_ext._arguments import (
     readable,
     uncompiled,
 )
+from attn_ext._fake import empty_in_order_of
 from attn_ext._load import _C  # noqa: F401  registers torch.ops.attn_ext
 
 _CORNER_NAMES: dict[int, bool | str] = {0: False, **{n: name for name, n in CORNERS.items()}}
@@ -133,7 +135,7 @@ def attention(
         try:
             return _inference(q, k, v, corner, scale)
         except ValueError as error:
-            raise _named(op, error) from None
+            raise named(op, error) from None
 
     options = read_options(
         op,
@@ -208,7 +210,7 @@ def scaled_dot_product_attention(
             return attention(query, key, value, mask=attn_mask, **rest)
         return _many_batch_dims(op, query, key, value, attn_mask, rest)
     except (TypeError, ValueError) as error:
-        raise _named(op, error) from None
+        raise named(op, error) from None
 
 
 def attention_varlen(
@@ -328,12 +330,6 @@ def attention_weights(
 
 
 # --- helpers of the functions above ---------------------------------------------------------------------------------
-
-
-def _named(op: str, error: Exception) -> Exception:
-    """The error in the name of the function that was called, not of what it called in turn."""
-    _, found, text = str(error).partition(": ")
-    return type(error)(f"attn_ext.{op}: {text}") if found and str(error).startswith("attn_ext.") else error
 
 
 def _draw_seed(q: Tensor) -> Tensor:
@@ -512,7 +508,7 @@ def _run(
         else:
             out, lse, row_max, row_sum = _forward(q, k, v, *options)
     except ValueError as error:
-        raise _named(op, error) from None
+        raise named(op, error) from None
     if not (return_lse or return_weights):
         return out
     result = [out, lse] if return_lse else [out]
@@ -691,7 +687,7 @@ def _weights_of(
             return _Weights.apply(*learned, options, row_max, row_sum, positions, num_queries)
         return _weights(q, k, *options[:6], row_max, row_sum, positions, num_queries, *options[9:14])
     except ValueError as error:
-        raise _named(op, error) from None
+        raise named(op, error) from None
 
 
 def _unfused_weights(
@@ -722,23 +718,6 @@ def _unfused_weights(
 # --- fake tensors: shapes, dtypes and strides without data ----------------------------------------------------------
 
 
-def _empty_in_order_of(like: Tensor, width: Any) -> Tensor:
-    """As csrc/attention.cpp does it: dense, the dims in memory in the order of like's, the last one `width` wide."""
-    rank = like.dim()
-    key: list[Any] = [0] * rank
-    for d in reversed(range(rank)):
-        tells = like.shape[d] > 1 and like.stride(d) != 0
-        key[d] = like.stride(d) if tells else (key[d + 1] if d + 1 < rank else 0)
-    order = sorted(range(rank), key=lambda d: key[d], reverse=True)  # stable
-    sizes = [*like.shape[:-1], width]
-    strides: list[Any] = [0] * rank
-    stride: Any = 1
-    for d in reversed(order):
-        strides[d] = stride
-        stride = stride * max(sizes[d], 1)
-    return like.new_empty_strided(sizes, strides)
-
-
 def _statistics(q: Tensor, packed: bool) -> Tensor:
     sizes = (q.shape[1], q.shape[0]) if packed else tuple(q.shape[:-1])
     return q.new_empty(sizes, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -758,7 +737,7 @@ def _fake_inference(q: Tensor, k: Tensor, v: Tensor, causal: int, scale: float |
     op = "attention_inference"
     check_device(op, q, k, v)
     check_call(op, q, k, v, Options(causal=causal, scale=scale))
-    return _empty_in_order_of(q, v.shape[-1])
+    return empty_in_order_of(q, v.shape[-1])
 
 
 @torch.library.register_fake("attn_ext::attention_forward")
@@ -769,7 +748,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     if options.dropout_p > 0 and options.dropout_seed is None:
         raise ValueError(f"attn_ext.{op}: dropout_p > 0 needs a dropout_seed")
     packed = options.cu_seqlens_q is not None
-    return (_empty_in_order_of(q, v.shape[-1]), *(_statistics(q, packed) for _ in range(3)))
+    return (empty_in_order_of(q, v.shape[-1]), *(_statistics(q, packed) for _ in range(3)))
 
 
 @torch.library.register_fake("attn_ext::attention_backward")
@@ -798,7 +777,7 @@ def _fake_backward(
         elif t is None:
             raise ValueError(f"attn_ext.{op}: grads asks for the gradient of {name}, which is not given")
         elif n < 3:
-            result.append(_empty_in_order_of(t, t.shape[-1]))
+            result.append(empty_in_order_of(t, t.shape[-1]))
         else:
             result.append(t.new_empty(t.shape))
     return tuple(result)

@@ -9,7 +9,7 @@
 
 namespace attn_ext {
 
-enum class DType : uint8_t { float32, bfloat16, float16, float64, boolean };
+enum class DType : uint8_t { float32, bfloat16, float16, float64, boolean, int8 };
 
 enum class Causal : int64_t { none = 0, top_left = 1, bottom_right = 2 };
 
@@ -41,6 +41,20 @@ struct RowView {
 
 inline constexpr int kMaxBiases = 2;
 
+// Where a cache keeps the key of position j of a sequence: in row j; in row j % ring of a ring buffer; or in row
+// j % page_size of block table[b][j / page_size], where the views' batch dim is the block.
+struct CacheLayout {
+  int64_t ring = 0;  // 0: no ring
+  int64_t page_size = 0;
+  const int32_t* block_table = nullptr;  // [batch][table_stride], null: not paged
+  int64_t table_stride = 0;
+};
+
+// int8 caches hold round(x / scale), with one fp32 scale a token and head: (B, Hkv, L), or by block and page.
+struct CacheScales {
+  TensorView k, v;  // null: the cache holds numbers of q's dtype
+};
+
 struct AttentionParams {
   int64_t batch = 0;        // B, both batch dims flattened
   int64_t batch_inner = 1;  // size of the inner batch dim: b = b0 * batch_inner + b1
@@ -57,6 +71,11 @@ struct AttentionParams {
   // Packed sequences: rows cu_q[b] … cu_q[b+1]-1 of q and out, cu_k likewise of k and v. Lq and Lk are then the longest.
   const int64_t* cu_q = nullptr;
   const int64_t* cu_k = nullptr;
+
+  // KV caches: sequence b has total_lengths[b] keys (null: Lk), found as the layout says. Lk is then the most of them.
+  const int64_t* total_lengths = nullptr;
+  CacheLayout layout;
+  CacheScales scales;
 
   // Row r of q stands at query position row_positions[r] of num_queries (null: r of Lq).
   const int64_t* row_positions = nullptr;
@@ -87,6 +106,24 @@ struct AttentionParams {
 struct ForwardParams : AttentionParams {
   TensorView out;                 // (B, Hq, Lq, Dv)
   RowView lse, row_max, row_sum;  // null where nobody asked (the inference op)
+};
+
+// New tokens into a cache, or q into a turned copy of itself: rows of `from`, turned by their positions, to `to`.
+struct AppendParams {
+  int64_t batch = 0, heads = 0, n = 0, D = 0;  // n: the most new tokens of a sequence
+  TensorView from, to;                         // (B, H, n, D) → the cache
+  TensorView scale;                            // int8 caches only
+  CacheLayout layout;
+  const int64_t* positions = nullptr;  // [batch] where the first new token goes
+  const int64_t* cu = nullptr;         // packed: rows cu[b] … cu[b+1]-1 of `from`; null: n each
+  bool to_packed = false;              // `to` is laid out as `from` is, not as a cache
+
+  // Rotary tables (positions, rotary_dim / 2), fp32 (fp64 for fp64): null turns nothing.
+  const void* cos = nullptr;
+  const void* sin = nullptr;
+  int64_t cos_stride = 0, sin_stride = 0;  // from one position to the next
+  int64_t rotary_dim = 0;
+  bool interleaved = false;
 };
 
 struct WeightsParams : AttentionParams {

@@ -1,10 +1,19 @@
 // Every op's signature, and nothing else. The options that the ops share stand in one order, here and in attention.cpp.
 #include "attention.h"
+#include "kv_cache.h"
 
 #define ATTN_EXT_OPTIONS                                                                                  \
   "Tensor? mask, Tensor? bias, Tensor? bias2, Tensor? alibi_slopes, Tensor? sinks, Tensor? key_lengths, " \
   "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, int causal, int? window_left, "      \
   "int? window_right, float? scale, float softcap, float dropout_p"
+
+#define ATTN_EXT_CACHE(mutates_k_scales, mutates_v_scales)                                                   \
+  "Tensor cache_lengths, Tensor? block_table, Tensor" mutates_k_scales "? k_scales, Tensor" mutates_v_scales \
+  "? v_scales, Tensor? cu_seqlens, Tensor? cos, Tensor? sin, bool ring, bool interleaved"
+
+#define ATTN_EXT_CACHE_OPTIONS                                                                                   \
+  ", Tensor? alibi_slopes, Tensor? sinks, int causal, int? window_left, int? window_right, float? scale, float " \
+  "softcap) -> (Tensor out, Tensor lse)"
 
 STABLE_TORCH_LIBRARY(attn_ext, m) {
   m.def("attention_inference(Tensor q, Tensor k, Tensor v, int causal, float? scale) -> Tensor");
@@ -18,6 +27,13 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
       "attention_weights(Tensor q, Tensor k, Tensor? mask, Tensor? bias, Tensor? bias2, Tensor? alibi_slopes, "
       "Tensor? sinks, Tensor? key_lengths, Tensor? row_max, Tensor? row_sum, Tensor? row_positions, "
       "int num_queries, int causal, int? window_left, int? window_right, float? scale, float softcap) -> Tensor");
+  m.def("kv_cache_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, " ATTN_EXT_CACHE(
+      "(c!)", "(d!)") ") -> ()");
+  m.def("attention_with_kv_cache(Tensor q, Tensor k_cache, Tensor v_cache, " ATTN_EXT_CACHE("", "")
+            ATTN_EXT_CACHE_OPTIONS);
+  m.def(
+      "attention_with_kv_cache_append_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor "
+      "v, " ATTN_EXT_CACHE("(c!)", "(d!)") ATTN_EXT_CACHE_OPTIONS);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
@@ -25,4 +41,7 @@ STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&attn_ext::attention_forward));
   m.impl("attention_backward", TORCH_BOX(&attn_ext::attention_backward));
   m.impl("attention_weights", TORCH_BOX(&attn_ext::attention_weights));
+  m.impl("kv_cache_append_", TORCH_BOX(&attn_ext::kv_cache_append));
+  m.impl("attention_with_kv_cache", TORCH_BOX(&attn_ext::attention_with_kv_cache));
+  m.impl("attention_with_kv_cache_append_", TORCH_BOX(&attn_ext::attention_with_kv_cache_append));
 }

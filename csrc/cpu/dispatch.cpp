@@ -12,7 +12,7 @@
 namespace attn_ext::cpu {
 namespace {
 
-#define ATTN_EXT_TABLE_ROW(isa) {#isa, isa::forward, isa::backward, isa::weights, isa::tile},
+#define ATTN_EXT_TABLE_ROW(isa) {#isa, isa::forward, isa::backward, isa::weights, isa::append, isa::tile},
 constexpr Kernels kTable[] = {ATTN_EXT_FOR_EACH_ISA(ATTN_EXT_TABLE_ROW)};  // best first
 #undef ATTN_EXT_TABLE_ROW
 

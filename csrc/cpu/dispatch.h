@@ -13,6 +13,7 @@ struct Kernels {
   void (*forward)(const ForwardParams&, const Parallel&);
   void (*backward)(const BackwardParams&, const Parallel&);
   void (*weights)(const WeightsParams&, const Parallel&);
+  void (*append)(const AppendParams&, const Parallel&);
   TileShape (*tile)(bool is_double);
 };
 

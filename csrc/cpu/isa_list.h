@@ -32,6 +32,7 @@ inline constexpr const char* kAllIsas[] = {"avx512", "avx2", "neon", "scalar"};
   void forward(const ForwardParams& p, const Parallel& parallel);   \
   void backward(const BackwardParams& p, const Parallel& parallel); \
   void weights(const WeightsParams& p, const Parallel& parallel);   \
+  void append(const AppendParams& p, const Parallel& parallel);     \
   TileShape tile(bool is_double);                                   \
   }
 ATTN_EXT_FOR_EACH_ISA(ATTN_EXT_DECLARE_ISA)

@@ -17,6 +17,7 @@ inline int64_t size_of(DType dtype) {
     case DType::float32:
       return 4;
     case DType::boolean:
+    case DType::int8:
       return 1;
     default:
       return 2;
@@ -53,13 +54,37 @@ inline Sequence sequence_of(const AttentionParams& p, int64_t b) {
   Sequence s;
   s.b = b;
   s.Lq = p.cu_q ? p.cu_q[b + 1] - p.cu_q[b] : p.Lq;
-  s.Lk = p.cu_k ? p.cu_k[b + 1] - p.cu_k[b] : p.Lk;
+  s.Lk = p.cu_k ? p.cu_k[b + 1] - p.cu_k[b] : p.total_lengths ? p.total_lengths[b] : p.Lk;
   s.q_row = p.cu_q ? p.cu_q[b] : 0;
   s.k_row = p.cu_k ? p.cu_k[b] : 0;
   s.visible_length = p.key_lengths ? std::min(p.key_lengths[b], s.Lk) : s.Lk;
   const int64_t queries = p.row_positions ? p.num_queries : s.Lq;
   s.diagonal = p.causal == Causal::top_left ? 0 : s.Lk - queries;
   return s;
+}
+
+// The row of position j of sequence b in a cache (or plain tensor), for one head.
+inline char* cache_row(const CacheLayout& layout, const TensorView& view, int64_t batch_inner, int64_t b, int64_t h,
+                       int64_t j) {
+  if (layout.block_table != nullptr) {
+    const int64_t block = layout.block_table[b * layout.table_stride + j / layout.page_size];
+    const int64_t offset = block * view.stride_b1 + h * view.stride_h + j % layout.page_size * view.stride_l;
+    return static_cast<char*>(view.data) + offset * size_of(view.dtype);
+  }
+  return address(view, batch_inner, b, h, layout.ring > 0 ? j % layout.ring : j);
+}
+
+// rows[j - begin] = the row of position j, for j in [begin, end).
+inline void cache_rows(const CacheLayout& layout, const TensorView& view, int64_t batch_inner, int64_t b, int64_t h,
+                       int64_t begin, int64_t end, const char** rows) {
+  const int64_t stride = view.stride_l * size_of(view.dtype);
+  for (int64_t j = begin; j < end;) {
+    // One address computation for each run of rows that lie in order.
+    const int64_t period = layout.block_table != nullptr ? layout.page_size : layout.ring;
+    const int64_t stop = period > 0 ? std::min(end, (j / period + 1) * period) : end;
+    const char* row = cache_row(layout, view, batch_inner, b, h, j);
+    for (; j < stop; ++j, row += stride) rows[j - begin] = row;
+  }
 }
 
 // The key that query row i is aligned with.

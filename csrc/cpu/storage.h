@@ -52,6 +52,7 @@ inline f16 to_f16(float x) {
   return {static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13))};
 }
 
+inline float to_float(int8_t x) { return x; }
 inline float to_float(float x) { return x; }
 inline double to_float(double x) { return x; }
 

@@ -7,8 +7,10 @@
 #include "cpu/generic/pack-inl.h"
 #include "cpu/generic/philox-inl.h"
 #include "cpu/generic/scores-inl.h"
+#include "cpu/generic/direct-inl.h"
 #include "cpu/generic/forward-inl.h"
 #include "cpu/generic/backward-inl.h"
 #include "cpu/generic/weights-inl.h"
+#include "cpu/generic/append-inl.h"
 #include "cpu/generic/entry-inl.h"
 // clang-format on

@@ -63,11 +63,12 @@ class BackwardWorker {
     keys_ = std::min(kKeys, sequence_.Lk - at.key);
     const int64_t row = sequence_.k_row + at.key;
     const char* k = address(p_.k, p_.batch_inner, at.b, at.hkv, row);
-    pack_transposed<T>(p_.k, k, keys_, p_.D, k_panels_);
+    pack_transposed<T>(p_.k, EvenRows(p_.k, k), keys_, p_.D, k_panels_);
     if (p_.Dv > 0) {  // an empty tensor's pointer is null, with no address to count from
-      pack_transposed<T>(p_.v, address(p_.v, p_.batch_inner, at.b, at.hkv, row), keys_, p_.Dv, v_panels_);
+      pack_transposed<T>(p_.v, EvenRows(p_.v, address(p_.v, p_.batch_inner, at.b, at.hkv, row)), keys_, p_.Dv,
+                         v_panels_);
     }
-    keys_finite_ = !p_.dq || pack_rows<T>(p_.k, k, keys_, p_.D, kKeys, k_rows_);
+    keys_finite_ = !p_.dq || pack_rows<T>(p_.k, EvenRows(p_.k, k), keys_, p_.D, kKeys, k_rows_);
   }
 
   void clear_key_gradients() {

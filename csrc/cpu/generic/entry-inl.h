@@ -15,6 +15,10 @@ void weights(const WeightsParams& p, const Parallel& parallel) {
   p.q.dtype == DType::float64 ? weights_of<double>(p, parallel) : weights_of<float>(p, parallel);
 }
 
+void append(const AppendParams& p, const Parallel& parallel) {
+  p.from.dtype == DType::float64 ? append_of<double>(p, parallel) : append_of<float>(p, parallel);
+}
+
 TileShape tile(bool is_double) {
   if (is_double) return {kTileRows<double>, static_cast<int>(kPanel<double>)};
   return {kTileRows<float>, static_cast<int>(kPanel<float>)};

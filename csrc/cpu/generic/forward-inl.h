@@ -15,6 +15,9 @@
 // serves R ≤ 384 rows. While one 16-column panel of it (4 KB at D = 64) sits in L1, strips of 6 rows (AVX2) pass by.
 // 96 × 256 scores are 96 KB: with packed k, v and the rows of q and acc everything stays inside 512 KB of L2.
 //
+// Where a task has few rows (a token or two against a cache) each panel of k is used as soon as it is packed, and v is
+// read as it lies (direct-inl.h): the block never goes through L2, and the memory sets the speed. Rows of keys and values are looked up one by one in either case, so that they may lie anywhere in a cache.
+//
 // Rows of all query heads that share a key/value head are stacked: row r is head r / Lq, query r % Lq.
 //
 // Every 1024 keys (a segment) m, l, acc start afresh and are merged left to right, also where one thread does it all:
@@ -40,7 +43,13 @@ class ForwardWorker {
   };
 
   ForwardWorker(const ForwardParams& p, const ForwardPlan& plan)
-      : p_(p), plan_(plan), units_(p), padded_dv_(round_up_to(p.Dv, N)), scratch_(layout(nullptr)) {
+      : p_(p),
+        plan_(plan),
+        units_(p),
+        padded_dv_(round_up_to(p.Dv, N)),
+        by_panel_(plan.rows_per_task <= kRowBlock),
+        direct_(plan.rows_per_task <= MR && direct_layout<T>(p.v, p.Dv)),
+        scratch_(layout(nullptr)) {
     layout(scratch_.data());
   }
 
@@ -92,8 +101,12 @@ class ForwardWorker {
     keys_capacity_ = keys;
     row_ = carve.take<ScoreRow>(rows);
     q_ = carve.take<T>(rows * p_.D);
-    k_ = carve.take<T>(keys * p_.D);
-    v_ = carve.take<T>(keys * padded_dv_);
+    k_rows_ = carve.take<const char*>(keys + kPanelKeys + kPrefetchKeys);
+    v_rows_ = carve.take<const char*>(keys + kPanelKeys + kPrefetchKeys);
+    k_ = carve.take<T>((by_panel_ ? std::min(keys, kPanelKeys) : keys) * p_.D);
+    v_ = carve.take<T>(direct_ ? 0 : keys * padded_dv_);
+    k_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
+    v_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
     scores_ = carve.take<T>(block_rows * keys);
     first_ = {carve.take<T>(rows), carve.take<T>(rows), carve.take<T>(rows * padded_dv_)};
     const int64_t more = p_.Lk > kSegment ? rows : 0;
@@ -144,20 +157,51 @@ class ForwardWorker {
     for (int64_t start = lo / kKeyBlock * kKeyBlock; start < hi; start += kKeyBlock) {
       const int64_t end = std::min(start + kKeyBlock, hi);
       if (padding_mask_hides_all(p_, sequence_.b, start, end - start)) continue;
-      pack_block(start, end);
+      load_block(start, end);
       for (int64_t r = 0; r < rows_; r += kRowBlock) compute_block(r, std::min(rows_, r + kRowBlock), t);
     }
   }
 
-  void pack_block(int64_t start, int64_t end) {
+  // Looks up the rows of k and v of a block, and packs them where that pays.
+  void load_block(int64_t start, int64_t end) {
     block_start_ = start;
     block_keys_ = end - start;
-    const int64_t row = sequence_.k_row + start;
-    pack_transposed<T>(p_.k, address(p_.k, p_.batch_inner, sequence_.b, hkv_, row), block_keys_, p_.D, k_);
-    if (p_.Dv > 0) {
-      values_finite_ = pack_rows<T>(p_.v, address(p_.v, p_.batch_inner, sequence_.b, hkv_, row), block_keys_, p_.Dv,
-                                    keys_capacity_, v_);
+    find_rows(p_.k, k_rows_);
+    if (p_.Dv > 0) find_rows(p_.v, v_rows_);
+    values_finite_ = true;
+    if (!by_panel_) pack_transposed<T>(p_.k, k_rows_, block_keys_, p_.D, k_);
+    if (!direct_ && p_.Dv > 0) {
+      values_finite_ = pack_rows<T>(p_.v, v_rows_, block_keys_, p_.Dv, keys_capacity_, v_);
     }
+    if (p_.scales.k) load_scales();
+  }
+
+  // Where each key's row lies. Keys that no row of this task may see are not touched: they may have been overwritten in
+  // a ring, or lie in a page that was given back. A row that is seen stands in for them.
+  void find_rows(const TensorView& view, const char** rows) const {
+    const int64_t first = std::max(block_start_, key_lo_);
+    const int64_t wanted = round_up_to(block_keys_, N) + kPrefetchKeys;
+    const int64_t last = std::min(block_start_ + wanted, key_hi_);
+    cache_rows(p_.layout, view, p_.batch_inner, sequence_.b, hkv_, sequence_.k_row + first, sequence_.k_row + last,
+               rows + (first - block_start_));
+    std::fill(rows, rows + (first - block_start_), rows[first - block_start_]);
+    std::fill(rows + (last - block_start_), rows + wanted, rows[last - block_start_ - 1]);
+  }
+
+  void load_scales() {
+    values_finite_ = true;
+    for (int64_t j = 0; j < block_keys_; ++j) {
+      const int64_t key = std::max(block_start_ + j, key_lo_);
+      const auto scale = [&](const TensorView& view) {
+        return static_cast<T>(
+            *reinterpret_cast<const float*>(cache_row(p_.layout, view, p_.batch_inner, sequence_.b, hkv_, key)));
+      };
+      k_scales_[j] = scale(p_.scales.k);
+      v_scales_[j] = scale(p_.scales.v);
+      values_finite_ = values_finite_ && std::isfinite(v_scales_[j]);
+    }
+    std::fill(k_scales_ + block_keys_, k_scales_ + keys_capacity_, T(0));
+    std::fill(v_scales_ + block_keys_, v_scales_ + keys_capacity_, T(0));
   }
 
   // Panels [begin, end) of the packed block hold every key that one of a strip's rows may see.
@@ -203,8 +247,14 @@ class ForwardWorker {
 
     // 1. s = q · kᵀ, panel by panel
     for (int64_t panel = first; panel < last; ++panel) {
+      const T* k = k_;
+      if (by_panel_) {
+        pack_transposed<T>(p_.k, k_rows_ + panel * kPanelKeys, std::min(kPanelKeys, block_keys_ - panel * kPanelKeys),
+                           p_.D, k_);
+      } else {
+        k += panel * kPanelKeys * p_.D;
+      }
       const int vecs = padded_keys(panel + 1) - panel * kPanelKeys > N ? kTileVecs : 1;
-      const T* k = k_ + panel * kPanelKeys * p_.D;
       for (int64_t r = row_begin, strip = 0; r < row_end; r += MR, ++strip) {
         if (panel < ranges[strip].begin || panel >= ranges[strip].end) continue;
         multiply<T, Start::zero, Along::k>(std::min<int64_t>(MR, row_end - r), vecs, p_.D, q_ + r * p_.D, p_.D, k,
@@ -213,7 +263,7 @@ class ForwardWorker {
     }
 
     // 2. and 3. row by row
-    const bool exclude_hidden = p_.Dv > 0 && !values_finite_;
+    bool exclude_hidden = p_.Dv > 0 && !values_finite_;
     for (int64_t r = row_begin, strip = 0; r < row_end; r += MR, ++strip) {
       const PanelRange range = ranges[strip];
       if (range.begin >= range.end) continue;
@@ -222,19 +272,32 @@ class ForwardWorker {
       const bool plain = range.all_visible && !units_.scaled && !p_.mask;
       for (int64_t i = r; i < std::min(r + MR, row_end); ++i) {
         T* x = scores_ + (i - row_begin) * ld;
+        if (p_.scales.k) scale_row(s, k_scales_, x);
         if (!plain) finish_scores<T>(p_, units_, sequence_, row_[i], s, buffers_, x);
+        if (direct_ && p_.Dv > 0) exclude_hidden = exclude_hidden || hides_bad_value(s, x);
         if (exclude_hidden) {
           for (int64_t j = s.from - s.start; j < s.to - s.start; ++j) {
             hidden_[(i - row_begin) * ld + j] = x[j] == -kInfinity<T>;
           }
         }
         softmax_row(i, s, x, t);
+        if (p_.scales.k) scale_row(s, v_scales_, x);
       }
     }
 
     // 4. acc += p · v
     if (p_.Dv == 0) return;
     if (exclude_hidden) return accumulate_visible(row_begin, row_end, ranges, t);
+    if (direct_) {
+      direct_values<T>(p_.v.dtype, rows_, p_.Dv, scores_, ld, v_rows_, first * kPanelKeys,
+                       std::min(last * kPanelKeys, block_keys_), t.acc);
+    } else {
+      multiply_values(row_begin, row_end, ranges, t);
+    }
+  }
+
+  void multiply_values(int64_t row_begin, int64_t row_end, const PanelRange* ranges, Partial t) {
+    const int64_t ld = keys_capacity_;
     for (int64_t column = 0; column < padded_dv_; column += kPanel<T>) {
       const int vecs = padded_dv_ - column > N ? kTileVecs : 1;
       const T* v = v_ + column * keys_capacity_;
@@ -247,6 +310,22 @@ class ForwardWorker {
                                              t.acc + r * padded_dv_ + column, padded_dv_);
       }
     }
+  }
+
+  // x *= scales of an int8 cache.
+  static void scale_row(const Stretch& s, const T* scales, T* x) {
+    for (int64_t j = s.from - s.start; j < s.to - s.start; j += N) (V::load(x + j) * V::load(scales + j)).store(x + j);
+  }
+
+  // Whether a key of a block that was not packed is hidden from this row, and the block's values hold NaN or Inf.
+  bool hides_bad_value(const Stretch& s, const T* x) const {
+    const int64_t from = s.from - s.start, to = std::min(s.to, s.end) - s.start;
+    V hidden = V::zero();  // per lane, the number of keys
+    for (int64_t j = from; j < s.to - s.start; j += N) {
+      hidden = hidden + V::select(V::equal(V::load(x + j), V::broadcast(-kInfinity<T>)), V::broadcast(T(1)), V::zero());
+    }
+    return hidden.sum() > static_cast<T>(s.to - s.start - to) &&
+           !direct_values_finite<T>(p_.v.dtype, p_.Dv, v_rows_, from, to);
   }
 
   // Turns the scores of one row into unnormalised weights in place, and moves the row's max, sum and acc along.
@@ -308,11 +387,14 @@ class ForwardWorker {
         const int64_t panel = column / kPanel<T> * kPanel<T>;
         const int64_t width = padded_dv_ - panel > N ? kPanel<T> : N;
         const T* v = v_ + panel * keys_capacity_ + (column - panel);
+        const auto value = [&](int64_t j) {
+          return direct_ ? direct_value<T>(p_.v.dtype, v_rows_[j], column) : V::load(v + j * width);
+        };
         T* at = t.acc + r * padded_dv_ + column;
         V acc = V::load(at);
         for (int64_t j = range.begin * kPanelKeys; j < to; ++j) {
           if (hidden_[(r - row_begin) * ld + j]) continue;
-          acc = V::fma(V::broadcast(scores_[(r - row_begin) * ld + j]), V::load(v + j * width), acc);
+          acc = V::fma(V::broadcast(scores_[(r - row_begin) * ld + j]), value(j), acc);
         }
         acc.store(at);
       }
@@ -368,13 +450,19 @@ class ForwardWorker {
   const ForwardPlan& plan_;
   const ScoreUnits<T> units_;
   const int64_t padded_dv_;
+  const bool by_panel_;  // k is packed a panel at a time, when its turn comes
+  const bool direct_;    // v is read as it lies
   int64_t keys_capacity_ = 0;
 
   ScoreRow* row_ = nullptr;  // [rows]
   T* q_ = nullptr;           // [rows][D]
-  T* k_ = nullptr;           // panels of kPanelKeys keys: [panel][D][keys]
-  T* v_ = nullptr;           // panels of kPanel columns: [panel][keys][columns]
-  T* scores_ = nullptr;      // [kRowBlock][keys]
+  const char** k_rows_ = nullptr;
+  const char** v_rows_ = nullptr;  // [keys] the block's rows as they lie
+  T* k_ = nullptr;                 // panels of kPanelKeys keys: [panel][D][keys]
+  T* v_ = nullptr;                 // panels of kPanel columns: [panel][keys][columns]
+  T* k_scales_ = nullptr;
+  T* v_scales_ = nullptr;  // [keys]
+  T* scores_ = nullptr;    // [kRowBlock][keys]
   Partial first_, second_;
   RowBuffers<T> buffers_;
   uint8_t* keep_ = nullptr;    // [keys]

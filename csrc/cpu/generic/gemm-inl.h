@@ -22,31 +22,32 @@ template <class T>
 inline constexpr int kPanel = kTileVecs* Vec<T>::N;
 
 // Adds the products of one k to the accumulators, or makes them the accumulators.
-template <class T, int MR, int NV, Along along, bool first>
-[[gnu::always_inline]] inline void tile_step(int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb,
+template <class T, int MR, int NV, Along along, bool first, class B>
+[[gnu::always_inline]] inline void tile_step(int64_t k, const T* a, int64_t lda, const B* b, int64_t ldb,
                                              Vec<T> (&acc)[MR][NV]) {
   using V = Vec<T>;
   V bk[NV];
-#pragma GCC unroll 2
+#pragma GCC unroll 8
   for (int n = 0; n < NV; ++n) bk[n] = V::load(b + k * ldb + n * V::N);
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r) {
     const V ark = V::broadcast_from(along == Along::k ? a + r * lda + k : a + k * lda + r);
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int n = 0; n < NV; ++n) acc[r][n] = first ? ark * bk[n] : V::fma(ark, bk[n], acc[r][n]);
   }
 }
 
-// A is read at a[r·lda + k] (Along::k) or a[k·lda + r] (Along::rows); B at b[k·ldb …]; C at c[r·ldc …].
-template <class T, int MR, int NV, Start start, Along along>
-inline void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc) {
+// A is read at a[r·lda + k] (Along::k) or a[k·lda + r] (Along::rows); B, numbers of T or of what a cache stores, at
+// b[k·ldb …]; C at c[r·ldc …].
+template <class T, int MR, int NV, Start start, Along along, class B>
+inline void tile(int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c, int64_t ldc) {
   using V = Vec<T>;
   V acc[MR][NV];
   int64_t first = 0;
   if (start == Start::from_c || K == 0) {
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
       for (int n = 0; n < NV; ++n) acc[r][n] = start == Start::zero ? V::zero() : V::load(c + r * ldc + n * V::N);
     }
   } else {
@@ -59,13 +60,13 @@ inline void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T*
   for (int64_t k = first; k < K; ++k) tile_step<T, MR, NV, along, false>(k, a, lda, b, ldb, acc);
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int n = 0; n < NV; ++n) acc[r][n].store(c + r * ldc + n * V::N);
   }
 }
 
-template <class T, int NV, Start start, Along along, int MR = kTileRows<T>>
-inline void tile_of(int64_t rows, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc) {
+template <class T, int NV, Start start, Along along, int MR = kTileRows<T>, class B>
+inline void tile_of(int64_t rows, int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c, int64_t ldc) {
   if constexpr (MR > 1) {
     if (rows < MR) return tile_of<T, NV, start, along, MR - 1>(rows, K, a, lda, b, ldb, c, ldc);
   }
@@ -73,8 +74,8 @@ inline void tile_of(int64_t rows, int64_t K, const T* a, int64_t lda, const T* b
 }
 
 // One strip (at most kTileRows rows) times one panel of B, `vecs` (1 or 2) vectors wide.
-template <class T, Start start, Along along>
-inline void multiply(int64_t rows, int vecs, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
+template <class T, Start start, Along along, class B>
+inline void multiply(int64_t rows, int vecs, int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c,
                      int64_t ldc) {
   if (vecs == kTileVecs) {
     tile_of<T, kTileVecs, start, along>(rows, K, a, lda, b, ldb, c, ldc);

@@ -19,8 +19,26 @@ inline auto with_storage(DType dtype, F&& f) {
   }
 }
 
+// The same for what a cache may hold.
+template <class F>
+inline auto with_cache_storage(DType dtype, F&& f) {
+  return dtype == DType::int8 ? f(static_cast<int8_t*>(nullptr)) : with_storage(dtype, f);
+}
+
 template <class T, class Storage>
-inline constexpr bool kVectorLoads = std::is_same_v<T, Storage> || (sizeof(T) == 4 && sizeof(Storage) == 2);
+inline constexpr bool kVectorLoads = std::is_same_v<T, Storage> || (sizeof(T) == 4 && sizeof(Storage) <= 2);
+
+// How far ahead of their use the rows of a cache are asked for, in keys.
+inline constexpr int64_t kPrefetchKeys = 32;
+
+// Rows to be packed: evenly spaced ones, or pointers to each (`const char* const*`, from a cache).
+struct EvenRows {
+  const char* first;
+  int64_t stride;  // bytes
+
+  EvenRows(const TensorView& view, const char* row) : first(row), stride(view.stride_l * size_of(view.dtype)) {}
+  const char* operator[](int64_t r) const { return first + r * stride; }
+};
 
 inline constexpr int64_t round_up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -82,40 +100,79 @@ inline void store_row(const TensorView& view, char* dst, int64_t n, T factor, co
   });
 }
 
-// Rows `first` … of k (or v) of one head as panels of kPanel rows, transposed: panel p holds rows p·kPanel …, and
-// element (row, d) at [d][row]. Rows past `rows` are zeros; the last panel is one vector wide where that is enough.
-// Panel p starts at dst + p · kPanel · columns.
-template <class T>
-inline void pack_transposed(const TensorView& view, const char* src, int64_t rows, int64_t columns, T* dst) {
+// Features that one turn of N rows takes: a vector's width in memory.
+template <class T, class Storage>
+inline constexpr int kTurn = Vec<T>::N;
+template <>
+inline constexpr int kTurn<float, bf16> = 2 * Vec<float>::N;
+template <>
+inline constexpr int kTurn<float, int8_t> = 4 * Vec<float>::N;
+
+// turned[i] = feature i of all N rows. Two bf16 (four int8) travel through the transposition as one number, and are told
+// apart afterwards: half (a quarter) of the shuffles.
+template <class T, class Storage>
+[[gnu::always_inline]] inline void load_turned(const Storage* const (&rows)[Vec<T>::N], int64_t d,
+                                               Vec<T> (&turned)[kTurn<T, Storage>]) {
+  using V = Vec<T>;
+  constexpr int N = V::N, parts = kTurn<T, Storage> / N;
+  V block[N];
+#pragma GCC unroll 16
+  for (int r = 0; r < N; ++r) {
+    if constexpr (parts == 1) {
+      block[r] = V::load(rows[r] + d);
+    } else {
+      block[r] = V::load(reinterpret_cast<const T*>(rows[r] + d));
+    }
+  }
+  V::transpose(block);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) {
+    if constexpr (parts == 1) {
+      turned[i] = block[i];
+    } else if constexpr (parts == 2) {
+      turned[2 * i] = V::low_bf16(block[i]);
+      turned[2 * i + 1] = V::high_bf16(block[i]);
+    } else {
+      turned[4 * i] = V::template byte<0>(block[i]);
+      turned[4 * i + 1] = V::template byte<1>(block[i]);
+      turned[4 * i + 2] = V::template byte<2>(block[i]);
+      turned[4 * i + 3] = V::template byte<3>(block[i]);
+    }
+  }
+}
+
+// Rows of k (or v) of one head as panels of kPanel rows, transposed: panel p holds rows p·kPanel …, and element (row, d)
+// at [d][row]. Rows past `rows` are zeros; the last panel is one vector wide where that is enough. Panel p starts at
+// dst + p · kPanel · columns.
+template <class T, class Rows>
+inline void pack_transposed(const TensorView& view, Rows source, int64_t rows, int64_t columns, T* dst) {
   using V = Vec<T>;
   constexpr int N = V::N;
-  with_storage(view.dtype, [&]<class Storage>(Storage*) {
-    const auto* base = reinterpret_cast<const Storage*>(src);
+  with_cache_storage(view.dtype, [&]<class Storage>(Storage*) {
     for (int64_t r0 = 0; r0 < rows; r0 += N) {
       const int64_t panel = r0 / kPanel<T>;
       const int64_t width = rows - panel * kPanel<T> > N ? kPanel<T> : N;
       T* to = dst + panel * kPanel<T> * columns + r0 % kPanel<T>;
       const int64_t real_rows = std::min<int64_t>(N, rows - r0);
-      const Storage* from = base + r0 * view.stride_l;
+      const auto row = [&](int64_t r) { return reinterpret_cast<const Storage*>(source[r0 + r]); };
       int64_t d = 0;
       if constexpr (kVectorLoads<T, Storage>) {
-        if (view.stride_d == 1) {
-          for (; d + N <= columns; d += N) {
-            V block[N];
-#pragma GCC unroll 16
-            for (int r = 0; r < N; ++r) block[r] = r < real_rows ? V::load(from + r * view.stride_l + d) : V::zero();
-            V::transpose(block);
-#pragma GCC unroll 16
-            for (int r = 0; r < N; ++r) block[r].store(to + (d + r) * width);
+        if (view.stride_d == 1 && real_rows == N) {
+          const Storage* from[N];
+          for (int r = 0; r < N; ++r) from[r] = row(r);
+          constexpr int turn = kTurn<T, Storage>;
+          for (; d + turn <= columns; d += turn) {
+            V turned[turn];
+            load_turned<T, Storage>(from, d, turned);
+#pragma GCC unroll 64
+            for (int i = 0; i < turn; ++i, to += width) turned[i].store(to);
           }
         }
       }
-      for (; d < columns; ++d) {
+      for (; d < columns; ++d, to += width) {
         T lanes[N] = {};
-        for (int64_t r = 0; r < real_rows; ++r) {
-          lanes[r] = convert_from<T>(from[r * view.stride_l + d * view.stride_d]);
-        }
-        V::load(lanes).store(to + d * width);
+        for (int64_t r = 0; r < real_rows; ++r) lanes[r] = convert_from<T>(row(r)[d * view.stride_d]);
+        V::load(lanes).store(to);
       }
     }
   });
@@ -132,22 +189,22 @@ inline Vec<T> load_some(const Storage* src, int64_t stride, int64_t count) {
 // The same rows as panels of kPanel columns, row by row: panel c holds columns c·kPanel …, element (row, d) at
 // [row][d − c·kPanel]. Columns up to the next multiple of N are zeros. Panel c starts at dst + c · kPanel · capacity.
 // Returns whether all numbers were finite.
-template <class T>
-inline bool pack_rows(const TensorView& view, const char* src, int64_t rows, int64_t columns, int64_t capacity,
-                      T* dst) {
+template <class T, class Rows>
+inline bool pack_rows(const TensorView& view, Rows source, int64_t rows, int64_t columns, int64_t capacity, T* dst) {
   using V = Vec<T>;
   constexpr int N = V::N;
   FiniteCheck<T> check;
-  with_storage(view.dtype, [&]<class Storage>(Storage*) {
+  with_cache_storage(view.dtype, [&]<class Storage>(Storage*) {
     for (int64_t column = 0; column < columns; column += kPanel<T>) {
       const int64_t left = columns - column;
       const bool two = left > N;  // vectors in this panel
       const int64_t width = two ? kPanel<T> : N;
-      const Storage* from = reinterpret_cast<const Storage*>(src) + column * view.stride_d;
+      const int64_t first = column * view.stride_d;
       T* to = dst + column * capacity;
       if constexpr (kVectorLoads<T, Storage>) {
         if (view.stride_d == 1 && left >= kPanel<T>) {
-          for (int64_t r = 0; r < rows; ++r, from += view.stride_l, to += width) {
+          for (int64_t r = 0; r < rows; ++r, to += width) {
+            const Storage* from = reinterpret_cast<const Storage*>(source[r]) + first;
             const V x = V::load(from), y = V::load(from + N);
             check.see(x, y);
             x.store(to);
@@ -156,7 +213,8 @@ inline bool pack_rows(const TensorView& view, const char* src, int64_t rows, int
           continue;
         }
       }
-      for (int64_t r = 0; r < rows; ++r, from += view.stride_l, to += width) {
+      for (int64_t r = 0; r < rows; ++r, to += width) {
+        const Storage* from = reinterpret_cast<const Storage*>(source[r]) + first;
         const V x = load_some<T>(from, view.stride_d, std::min<int64_t>(left, N));
         const V y = two ? load_some<T>(from + N * view.stride_d, view.stride_d, std::min<int64_t>(left - N, N)) : x;
         check.see(x, y);

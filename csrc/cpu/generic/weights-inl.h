@@ -36,7 +36,7 @@ void weights_of(const WeightsParams& p, const Parallel& parallel) {
       const auto* sum = row_address<const T>(p.row_sum, b, h) + first;
       for (int64_t start = 0; start < p.Lk; start += keys) {
         const int64_t count = std::min(keys, p.Lk - start), padded = round_up_to(count, V::N);
-        pack_transposed<T>(p.k, address(p.k, p.batch_inner, b, h / group, start), count, p.D, k);
+        pack_transposed<T>(p.k, EvenRows(p.k, address(p.k, p.batch_inner, b, h / group, start)), count, p.D, k);
         multiply_panels<T, Start::zero, Along::k>(rows, padded, p.D, q, p.D, k, {kPanel<T> * p.D, 0}, scores, keys);
         for (int64_t r = 0; r < rows; ++r) {
           T* x = scores + r * keys;

@@ -28,6 +28,18 @@ struct Vec<float> {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
   }
   static Vec load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+  static Vec load(const int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+  }
+  static Vec low_bf16(Vec bits) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(bits.v), 16))}; }
+  static Vec high_bf16(Vec bits) {
+    return {_mm256_and_ps(bits.v, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
+  }
+  template <int i>
+  static Vec byte(Vec bits) {
+    const __m256i at_top = _mm256_slli_epi32(_mm256_castps_si256(bits.v), 24 - 8 * i);
+    return {_mm256_cvtepi32_ps(_mm256_srai_epi32(at_top, 24))};
+  }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
   void store(bf16* p) const {
     const __m256i bits = _mm256_castps_si256(v);
@@ -79,22 +91,25 @@ struct Vec<float> {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
   }
 
-  static void transpose(Vec (&r)[8]) {
-    __m256 t[8], u[8];
-    for (int i = 0; i < 8; i += 2) {
-      t[i] = _mm256_unpacklo_ps(r[i].v, r[i + 1].v);
-      t[i + 1] = _mm256_unpackhi_ps(r[i].v, r[i + 1].v);
-    }
-    for (int i = 0; i < 8; i += 4) {
-      u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-      u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-      u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-      u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-    }
-    for (int i = 0; i < 4; ++i) {
-      r[i].v = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
-      r[i + 4].v = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
-    }
+  // Four rows' halves at a time: the two halves of a register come from rows r and r + 4, so that no shuffle has to cross.
+  [[gnu::always_inline]] static void transpose(Vec (&r)[8]) {
+    const __m256 a0 = _mm256_permute2f128_ps(r[0].v, r[4].v, 0x20), b0 = _mm256_permute2f128_ps(r[0].v, r[4].v, 0x31);
+    const __m256 a1 = _mm256_permute2f128_ps(r[1].v, r[5].v, 0x20), b1 = _mm256_permute2f128_ps(r[1].v, r[5].v, 0x31);
+    const __m256 a2 = _mm256_permute2f128_ps(r[2].v, r[6].v, 0x20), b2 = _mm256_permute2f128_ps(r[2].v, r[6].v, 0x31);
+    const __m256 a3 = _mm256_permute2f128_ps(r[3].v, r[7].v, 0x20), b3 = _mm256_permute2f128_ps(r[3].v, r[7].v, 0x31);
+    transpose_quarters(a0, a1, a2, a3, r[0], r[1], r[2], r[3]);
+    transpose_quarters(b0, b1, b2, b3, r[4], r[5], r[6], r[7]);
+  }
+
+  // 4 × 4 in each half.
+  [[gnu::always_inline]] static void transpose_quarters(__m256 a, __m256 b, __m256 c, __m256 d, Vec& r0, Vec& r1,
+                                                        Vec& r2, Vec& r3) {
+    const __m256 ab_low = _mm256_unpacklo_ps(a, b), ab_high = _mm256_unpackhi_ps(a, b);
+    const __m256 cd_low = _mm256_unpacklo_ps(c, d), cd_high = _mm256_unpackhi_ps(c, d);
+    r0.v = _mm256_shuffle_ps(ab_low, cd_low, 0x44);
+    r1.v = _mm256_shuffle_ps(ab_low, cd_low, 0xee);
+    r2.v = _mm256_shuffle_ps(ab_high, cd_high, 0x44);
+    r3.v = _mm256_shuffle_ps(ab_high, cd_high, 0xee);
   }
 };
 
@@ -150,7 +165,7 @@ struct Vec<double> {
     return _mm_cvtsd_f64(_mm_max_sd(two, _mm_unpackhi_pd(two, two)));
   }
 
-  static void transpose(Vec (&r)[4]) {
+  [[gnu::always_inline]] static void transpose(Vec (&r)[4]) {
     const __m256d a = _mm256_unpacklo_pd(r[0].v, r[1].v), b = _mm256_unpackhi_pd(r[0].v, r[1].v);
     const __m256d c = _mm256_unpacklo_pd(r[2].v, r[3].v), d = _mm256_unpackhi_pd(r[2].v, r[3].v);
     r[0].v = _mm256_permute2f128_pd(a, c, 0x20);

@@ -70,6 +70,8 @@ inline __m256i to_half(__m512 a) {
 
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvtepu8_epi32
+#undef _mm512_cvtepi8_epi32
+#undef _mm512_cvtepi32_ps
 #undef _mm512_cvtepu8_epi64
 #undef _mm512_cvtepi32_epi16
 #undef _mm512_cmpneq_epi32_mask
@@ -82,6 +84,8 @@ inline __m256i to_half(__m512 a) {
 #undef _mm512_shuffle_f64x2
 #define _mm512_cvtepu16_epi32(a) (emulation::convert<__m512i, int32_t, uint16_t>(a))
 #define _mm512_cvtepu8_epi32(a) (emulation::convert<__m512i, int32_t, uint8_t>(a))
+#define _mm512_cvtepi8_epi32(a) (emulation::convert<__m512i, int32_t, int8_t>(a))
+#define _mm512_cvtepi32_ps(a) (emulation::convert<__m512, float, int32_t>(a))
 #define _mm512_cvtepu8_epi64(a) (emulation::convert<__m512i, int64_t, uint8_t>(a))
 #define _mm512_cvtepi32_epi16(a) (emulation::convert<__m256i, uint16_t, uint32_t>(a))
 #define _mm512_cmpneq_epi32_mask(a, b) static_cast<__mmask16>(~_mm512_cmpeq_epi32_mask(a, b))

@@ -28,6 +28,19 @@ struct Vec<float> {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
   }
   static Vec load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+  static Vec load(const int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+  }
+  static Vec low_bf16(Vec bits) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(bits.v), 16))}; }
+  static Vec high_bf16(Vec bits) {
+    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(bits.v), high))};
+  }
+  template <int i>
+  static Vec byte(Vec bits) {
+    const __m512i at_top = _mm512_slli_epi32(_mm512_castps_si512(bits.v), 24 - 8 * i);
+    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(at_top, 24))};
+  }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store(bf16* p) const {
     const __m512i bits = _mm512_castps_si512(v);
@@ -85,18 +98,21 @@ struct Vec<float> {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
   }
 
-  static void transpose(Vec (&r)[16]) {
+  [[gnu::always_inline]] static void transpose(Vec (&r)[16]) {
     __m512 t[16], u[16];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i += 2) {
       t[i] = _mm512_unpacklo_ps(r[i].v, r[i + 1].v);
       t[i + 1] = _mm512_unpackhi_ps(r[i].v, r[i + 1].v);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i += 4) {
       u[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
       u[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
       u[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
       u[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 4; ++i) {
       const __m512 a = _mm512_shuffle_f32x4(u[i], u[i + 4], 0x88), b = _mm512_shuffle_f32x4(u[i], u[i + 4], 0xdd);
       const __m512 c = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0x88);
@@ -164,12 +180,14 @@ struct Vec<double> {
     return _mm_cvtsd_f64(_mm_max_sd(two, _mm_unpackhi_pd(two, two)));
   }
 
-  static void transpose(Vec (&r)[8]) {
+  [[gnu::always_inline]] static void transpose(Vec (&r)[8]) {
     __m512d t[8];
+#pragma GCC unroll 16
     for (int i = 0; i < 8; i += 2) {
       t[i] = _mm512_unpacklo_pd(r[i].v, r[i + 1].v);
       t[i + 1] = _mm512_unpackhi_pd(r[i].v, r[i + 1].v);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 2; ++i) {
       const __m512d a = _mm512_shuffle_f64x2(t[i], t[i + 2], 0x88), b = _mm512_shuffle_f64x2(t[i], t[i + 2], 0xdd);
       const __m512d c = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0x88);

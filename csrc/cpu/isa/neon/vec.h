@@ -32,6 +32,20 @@ struct Vec<float> {
   static Vec load(const f16* p) {
     return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))))};
   }
+  static Vec load(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, sizeof four);
+    return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))))};
+  }
+  static Vec low_bf16(Vec bits) { return {vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(bits.v), 16))}; }
+  static Vec high_bf16(Vec bits) {
+    return {vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(bits.v), vdupq_n_u32(0xffff0000u)))};
+  }
+  template <int i>
+  static Vec byte(Vec bits) {
+    const uint32x4_t at_top = vshlq_u32(vreinterpretq_u32_f32(bits.v), vdupq_n_s32(24 - 8 * i));
+    return {vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(at_top), 24))};
+  }
   void store(float* p) const { vst1q_f32(p, v); }
   void store(bf16* p) const {
     const uint32x4_t bits = vreinterpretq_u32_f32(v);

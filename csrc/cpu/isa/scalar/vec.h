@@ -35,9 +35,17 @@ struct Vec {
     return r;
   }
   template <class Storage>
-  requires(sizeof(Storage) == 2) static Vec load(const Storage* p) {
+  requires(sizeof(Storage) <= 2) static Vec load(const Storage* p) {
     Vec r;
     for (int i = 0; i < N; ++i) r.v[i] = to_float(p[i]);
+    return r;
+  }
+  static Vec low_bf16(Vec a) { return from_bits(bits(a) << 16); }
+  static Vec high_bf16(Vec a) { return from_bits(bits(a) & 0xffff0000u); }
+  template <int i>
+  static Vec byte(Vec a) {
+    Vec r;
+    for (int n = 0; n < N; ++n) r.v[n] = static_cast<int8_t>(bits(a)[n] >> (8 * i));
     return r;
   }
   void store(T* p) const { std::memcpy(p, &v, sizeof v); }

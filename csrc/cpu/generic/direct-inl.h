@@ -1,0 +1,101 @@
+// Products with v as it lies in memory: for tasks of a few rows (one token against a cache), where packing a block of v
+// would cost more than the products that it serves. The same chain of multiply-adds for every number as through the packed
+// panels, and so the same bits.
+#pragma once
+
+namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
+namespace {
+
+// Calls f with the number of rows of a strip as a constant.
+template <class T, int MR = kTileRows<T>, class F>
+inline void with_row_count(int64_t rows, F&& f) {
+  if constexpr (MR > 1) {
+    if (rows < MR) return with_row_count<T, MR - 1>(rows, f);
+  }
+  f(std::integral_constant<int, MR>());
+}
+
+// Whether a tensor's rows can be read in whole vectors.
+template <class T>
+inline bool direct_layout(const TensorView& view, int64_t width) {
+  const bool loads = sizeof(T) == 8 ? view.dtype == DType::float64 : view.dtype != DType::float64;
+  return loads && view.stride_d == 1 && width % Vec<T>::N == 0;
+}
+
+// Vectors of columns of a tile with MR rows: enough chains of multiply-adds to keep the units busy.
+template <int MR>
+inline constexpr int kDirectVecs = MR == 1   ? 8
+                                   : MR == 2 ? 4
+                                             : kTileVecs;
+
+// acc += weights · v for MR rows and K evenly spaced keys, from one column on; NV vectors at a time, then fewer.
+template <class T, int MR, int NV, class Storage>
+inline void direct_columns(int64_t column, int64_t Dv, int64_t K, const T* weights, int64_t ld, const Storage* v,
+                           int64_t stride, const char* const* ahead, T* acc) {
+  constexpr int64_t kLineNumbers = static_cast<int64_t>(kCacheLine / sizeof(Storage));
+  for (; column + NV * Vec<T>::N <= Dv; column += NV * Vec<T>::N) {
+    for (int64_t c = round_up_to(column, kLineNumbers); c < column + NV * Vec<T>::N; c += kLineNumbers) {
+      for (int64_t k = 0; k < K; ++k) __builtin_prefetch(reinterpret_cast<const Storage*>(ahead[k]) + c);
+    }
+    tile<T, MR, NV, Start::from_c, Along::k>(K, weights, ld, v + column, stride, acc + column, Dv);
+  }
+  if constexpr (NV > 1) {
+    if (column < Dv) direct_columns<T, MR, NV / 2>(column, Dv, K, weights, ld, v, stride, ahead, acc);
+  }
+}
+
+// acc += weights · v for a strip of rows and keys [from, to). A few keys at a time, so that v is read in order.
+template <class T>
+inline void direct_values(DType dtype, int64_t rows, int64_t Dv, const T* weights, int64_t ld,
+                          const char* const* v_rows, int64_t from, int64_t to, T* acc) {
+  constexpr int64_t kChunk = 32;  // 16 KB of fp32 at Dv = 128: stays in L1 while the columns pass by
+  with_cache_storage(dtype, [&]<class Storage>(Storage*) {
+    if constexpr (kVectorLoads<T, Storage>) {
+      with_row_count<T>(rows, [&](auto count) {
+        constexpr int MR = decltype(count)::value;
+        for (int64_t j = from; j < to;) {
+          // As many keys as lie evenly spaced.
+          const int64_t most = std::min(to, j + kChunk), stride = v_rows[j + 1] - v_rows[j];
+          int64_t end = j + 1;
+          for (; end < most && v_rows[end] - v_rows[end - 1] == stride; ++end)
+            ;
+          direct_columns<T, MR, kDirectVecs<MR>>(
+              0, Dv, end - j, weights + j, ld, reinterpret_cast<const Storage*>(v_rows[j]),
+              stride / static_cast<int64_t>(sizeof(Storage)), v_rows + j + kPrefetchKeys, acc);
+          j = end;
+        }
+      });
+    }
+  });
+}
+
+// Whether v's rows [from, to) hold numbers only.
+template <class T>
+inline bool direct_values_finite(DType dtype, int64_t Dv, const char* const* v_rows, int64_t from, int64_t to) {
+  using V = Vec<T>;
+  FiniteCheck<T> check;
+  with_cache_storage(dtype, [&]<class Storage>(Storage*) {
+    if constexpr (kVectorLoads<T, Storage>) {
+      for (int64_t j = from; j < to; ++j) {
+        const auto* row = reinterpret_cast<const Storage*>(v_rows[j]);
+        for (int64_t d = 0; d < Dv; d += V::N) check.see(V::load(row + d), V::zero());
+      }
+    }
+  });
+  return check.all_finite();
+}
+
+// One vector of v's row j, at any column that is a multiple of N.
+template <class T>
+inline Vec<T> direct_value(DType dtype, const char* row, int64_t column) {
+  return with_cache_storage(dtype, [&]<class Storage>(Storage*) {
+    if constexpr (kVectorLoads<T, Storage>) {
+      return Vec<T>::load(reinterpret_cast<const Storage*>(row) + column);
+    } else {
+      return Vec<T>::zero();
+    }
+  });
+}
+
+}  // namespace
+}  // namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE

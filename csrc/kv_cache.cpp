@@ -1,0 +1,439 @@
+// KV caches: tensors → params → kernel table. Everything about a call is checked before anything is written.
+#include "kv_cache.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "call.h"
+#include "checks.h"
+#include "cpu/dispatch.h"
+#include "params.h"
+#include "tensors.h"
+#include "torch_parallel.h"
+
+namespace attn_ext {
+namespace {
+
+constexpr int64_t kLongest = int64_t{1} << 40;  // no sequence is that long
+
+struct CacheTensors {
+  const Tensor &k, &v, &lengths;
+  const OptionalTensor &block_table, &k_scales, &v_scales, &cu_seqlens, &cos, &sin;
+  bool ring, interleaved;
+};
+
+// A cache as it came in, checked: shapes, lengths, scales. Holds what the params point to.
+class Cache : public Call {
+ public:
+  int64_t heads = 0, capacity = 0, D = 0, Dv = 0;  // capacity: places of one sequence
+  std::vector<int64_t> lengths;                    // positions held before this call
+  std::vector<int64_t> totals;                     // and with what this call appends
+  std::vector<int64_t> cu;                         // packed calls: where each sequence's tokens start
+
+  Cache(const char* name, const CacheTensors& t) : Call(name), tensors_(t) {
+    packed = t.cu_seqlens.has_value();
+    const Tensor *k = &t.k, *v = &t.v;
+    expect_cpu(op, "k_cache", *k);
+    expect_cpu(op, "v_cache", *v);
+    ATTN_EXT_EXPECT(k->dim() == 4 && v->dim() == 4, op, "k_cache and v_cache must be ", expected(), ", not ", came());
+    for (int64_t d = 0; d < 3; ++d) {
+      ATTN_EXT_EXPECT(k->size(d) == v->size(d), op,
+                      "k_cache and v_cache must have the same sizes but for the last, not ", came());
+    }
+    const ScalarType type = k->scalar_type();
+    ATTN_EXT_EXPECT(type == v->scalar_type() && (is_float(type) || type == ScalarType::Char), op,
+                    "k_cache and v_cache must have one dtype out of float32, bfloat16, float16, float64 and int8, not ",
+                    dtype_name(type), " and ", dtype_name(v->scalar_type()));
+    heads = k->size(1);
+    D = k->size(3);
+    Dv = v->size(3);
+    ATTN_EXT_EXPECT(D > 0, op, "the head dim of k_cache must be at least 1: ", came());
+    expect_addressable("k_cache", *k);
+    expect_addressable("v_cache", *v);
+    expect_cpu(op, "cache_lengths", t.lengths);
+    ATTN_EXT_EXPECT(t.lengths.dim() == 1, op, "cache_lengths must be (B,), one number a sequence, not shape ",
+                    shape_string(t.lengths));
+    lengths = integers(op, "cache_lengths", t.lengths);
+    batch[1] = static_cast<int64_t>(lengths.size());
+    capacity = k->size(2);
+    if (t.block_table) {
+      read_table(*t.block_table);
+    } else {
+      ATTN_EXT_EXPECT(k->size(0) == batch[1], op, "the cache has ", k->size(0), " sequences, and cache_lengths ",
+                      batch[1], " numbers");
+      if (t.ring) layout_.ring = capacity;
+    }
+    for (size_t b = 0; b < lengths.size(); ++b) {
+      ATTN_EXT_EXPECT(lengths[b] >= 0, op, "cache_lengths[", b, "] must be at least 0, not ", lengths[b]);
+      if (!t.ring) expect_room(b, lengths[b], 0);
+      ATTN_EXT_EXPECT(lengths[b] <= kLongest, op, "cache_lengths[", b, "] is ", lengths[b], ", more than 2^40");
+    }
+    totals = lengths;
+    read_scales();
+    if (packed) {
+      cu = integers(op, "cu_seqlens", *t.cu_seqlens);
+      ATTN_EXT_EXPECT(static_cast<int64_t>(cu.size()) == batch[1] + 1, op, "cu_seqlens must have ", batch[1] + 1,
+                      " entries for the ", batch[1], " sequences of cache_lengths, not ", cu.size());
+      ATTN_EXT_EXPECT(cu.front() == 0, op, "cu_seqlens must start with 0, not with ", cu.front());
+      for (size_t b = 1; b < cu.size(); ++b) {
+        ATTN_EXT_EXPECT(cu[b] >= cu[b - 1], op, "cu_seqlens must not fall, but entry ", b, " is ", cu[b], " after ",
+                        cu[b - 1]);
+      }
+    }
+  }
+
+  // Checks new tokens, and moves the totals along. Nothing is written yet.
+  void read_new(const Tensor& k, const Tensor& v) {
+    expect_tokens("k", k, heads, D);
+    expect_tokens("v", v, heads, Dv);
+    for (int64_t d = 0; d < k.dim() - 1; ++d) {
+      ATTN_EXT_EXPECT(k.size(d) == v.size(d), op, "k and v must have the same sizes but for the last, not ",
+                      shape_string(k), " and ", shape_string(v));
+    }
+    expect_writable("k_cache", tensors_.k);
+    expect_writable("v_cache", tensors_.v);
+    if (tensors_.k_scales) {
+      expect_writable("k_scales", *tensors_.k_scales);
+      expect_writable("v_scales", *tensors_.v_scales);
+    }
+    for (size_t b = 0; b < totals.size(); ++b) {
+      const int64_t count = new_tokens(b, k);
+      if (!tensors_.ring) expect_room(b, lengths[b], count);
+      totals[b] += count;
+      if (count > 0) expect_blocks(b, lengths[b], totals[b]);
+    }
+    if (tensors_.block_table) expect_blocks_apart();
+    read_rotary(k);
+    positions_ = lengths;
+    appended_ = true;
+  }
+
+  // Checks queries and fills what the kernel reads of them and of the cache.
+  void read_queries(const Tensor& q, const Options& options, ForwardParams& p) {
+    ATTN_EXT_EXPECT(q.dim() == (packed ? 3 : 4), op, "q must be ", packed ? "(total, Hq, D)" : "(B, Hq, Lq, D)",
+                    ", not ", shape_string(q));
+    p.Hq = q.size(1);
+    expect_tokens("q", q, p.Hq, D);
+    ATTN_EXT_EXPECT(heads > 0 ? p.Hq % heads == 0 : p.Hq == 0, op, "the ", p.Hq,
+                    " heads of q must be a multiple of the heads of the cache, which are ", heads);
+    p.batch = batch[1];
+    p.batch_inner = std::max<int64_t>(batch[1], 1);
+    p.Hkv = heads;
+    p.D = D;
+    p.Dv = Dv;
+    p.q = view(q);
+    p.k = view_of(tensors_.k);
+    p.v = view_of(tensors_.v);
+    p.scale = 1.0 / std::sqrt(static_cast<double>(D));
+    p.total_lengths = totals.data();
+    p.layout = layout_;
+    p.scales = scales_;
+    if (packed) p.cu_q = cu.data();
+    set_causal(options.causal, options.scale, p);
+    ATTN_EXT_EXPECT(p.causal != Causal::top_left, op, "causal must be 0 (off) or 2 (bottom-right) here, not 1");
+    set_scores(options, p);
+    if (!appended_) read_rotary(q);
+    query_positions_.resize(totals.size());
+    for (size_t b = 0; b < totals.size(); ++b) {
+      const int64_t count = new_tokens(b, q);
+      p.Lq = std::max(p.Lq, count);
+      p.Lk = std::max(p.Lk, totals[b]);
+      query_positions_[b] = totals[b] - count;
+      ATTN_EXT_EXPECT(cos_.numel() == 0 || count == 0 || query_positions_[b] >= 0, op, "sequence ", b, ": ", count,
+                      " queries at the end of ", totals[b],
+                      " keys begin before position 0, which rotary has no angle for");
+      if (count == 0) continue;
+      const int64_t left = p.window_left == kUnbounded ? totals[b] : p.window_left;
+      const int64_t oldest = std::max<int64_t>(0, totals[b] - count - left);  // the first key that is seen
+      ATTN_EXT_EXPECT(!tensors_.ring || oldest >= totals[b] - capacity, op, "sequence ", b, ": ", count,
+                      " queries at the end of ", totals[b], " keys see keys from position ", oldest, ", and a ring of ",
+                      capacity, " places holds those from ", totals[b] - capacity,
+                      "; give a window, or fewer tokens at a time");
+      if (oldest < totals[b]) expect_blocks(b, oldest, totals[b]);
+    }
+    p.num_queries = p.Lq;
+  }
+
+  bool rotates() const { return rotary_dim_ > 0; }
+
+  // New tokens on their way to their places.
+  void append(const Tensor& from, const Tensor& to, const TensorView& scale, bool turned) const {
+    AppendParams p = rows_of(from, positions_, turned);
+    p.to = view_of(to);
+    p.scale = scale;
+    p.layout = layout_;
+    run(p);
+  }
+  void append_both(const Tensor& k, const Tensor& v) const {
+    append(k, tensors_.k, scales_.k, true);
+    append(v, tensors_.v, scales_.v, false);
+  }
+
+  // q turned by the positions of its rows.
+  Tensor turned_queries(const Tensor& q) const {
+    Tensor turned = empty_in_order_of(q, D);
+    AppendParams p = rows_of(q, query_positions_, true);
+    p.to = view(turned);
+    p.to_packed = true;
+    run(p);
+    return turned;
+  }
+
+ private:
+  const char* expected() const {
+    return tensors_.block_table ? "(blocks, Hkv, page, D) with a block_table" : "(B, Hkv, capacity, D)";
+  }
+
+  std::string came() const { return "k_cache " + shape_string(tensors_.k) + ", v_cache " + shape_string(tensors_.v); }
+
+  int64_t new_tokens(size_t b, const Tensor& t) const { return packed ? cu[b + 1] - cu[b] : t.size(2); }
+
+  void expect_room(size_t b, int64_t position, int64_t count) const {
+    if (position <= capacity && count <= capacity - position) return;
+    throw std::out_of_range("attn_ext." + std::string(op) + ": sequence " + std::to_string(b) + ": " +
+                            std::to_string(count) + " new tokens at position " + std::to_string(position) +
+                            " do not fit into the cache's capacity of " + std::to_string(capacity));
+  }
+
+  void expect_tokens(const char* name, const Tensor& t, int64_t count, int64_t width) const {
+    expect_cpu(op, name, t);
+    const ScalarType cached = tensors_.k.scalar_type(), type = t.scalar_type();
+    ATTN_EXT_EXPECT(cached == ScalarType::Char ? is_float(type) : type == cached, op, name, " must be ",
+                    cached == ScalarType::Char ? "a float tensor" : dtype_name(cached), " for a cache of ",
+                    dtype_name(cached), ", not ", dtype_name(type));
+    const std::string wanted = packed ? "(" + std::to_string(cu.back()) + ", " : "(" + std::to_string(batch[1]) + ", ";
+    const bool fits = packed ? t.dim() == 3 && t.size(0) == cu.back() && t.size(1) == count && t.size(2) == width
+                             : t.dim() == 4 && t.size(0) == batch[1] && t.size(1) == count && t.size(3) == width;
+    ATTN_EXT_EXPECT(fits, op, name, " must be ", wanted, count, packed ? ", " : ", tokens, ", width, ") for ", came(),
+                    ", not ", shape_string(t));
+    expect_addressable(name, t);
+  }
+
+  // Two elements at one address cannot both be written.
+  void expect_writable(const char* name, const Tensor& t) const {
+    std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+    for (int64_t d = 0; d < t.dim(); ++d) {
+      if (t.size(d) > 1) dims.emplace_back(t.stride(d), t.size(d));
+    }
+    std::sort(dims.begin(), dims.end());
+    int64_t reach = 0;  // of the dims so far
+    for (const auto& [stride, size] : dims) {
+      ATTN_EXT_EXPECT(stride > reach, op, name, " ", shape_string(t),
+                      " has several elements at one address (it was expanded), so it cannot be written to");
+      reach += stride * (size - 1);
+    }
+  }
+
+  void read_table(const Tensor& table) {
+    ATTN_EXT_EXPECT(!tensors_.ring, op, "a paged cache is no ring");
+    expect_cpu(op, "block_table", table);
+    ATTN_EXT_EXPECT(table.scalar_type() == ScalarType::Int, op, "block_table must be int32, not ",
+                    dtype_name(table.scalar_type()));
+    ATTN_EXT_EXPECT(table.dim() == 2 && table.size(0) == batch[1], op, "block_table must be (", batch[1],
+                    ", blocks per sequence) for the ", batch[1], " numbers of cache_lengths, not ",
+                    shape_string(table));
+    ATTN_EXT_EXPECT(capacity > 0, op, "the pages of the cache must have at least one place: ", came());
+    const auto* data = static_cast<const int32_t*>(table.data_ptr());
+    const int64_t blocks = table.size(1);
+    expect_addressable("block_table", table);
+    for (int64_t b = 0; b < batch[1]; ++b) {
+      for (int64_t n = 0; n < blocks; ++n) table_.push_back(data[b * table.stride(0) + n * table.stride(1)]);
+    }
+    layout_.page_size = capacity;
+    layout_.block_table = table_.data();
+    layout_.table_stride = blocks;
+    static constexpr int32_t kNothing = 0;
+    if (layout_.block_table == nullptr) layout_.block_table = &kNothing;  // an empty table is still one
+    capacity *= blocks;
+  }
+
+  // That sequence b has blocks of the pool for positions [begin, end).
+  void expect_blocks(size_t b, int64_t begin, int64_t end) const {
+    if (!tensors_.block_table) return;
+    const int64_t pool = tensors_.k.size(0), page = layout_.page_size;
+    for (int64_t n = begin / page; n * page < end; ++n) {
+      const int32_t block = table_[b * static_cast<size_t>(layout_.table_stride) + static_cast<size_t>(n)];
+      ATTN_EXT_EXPECT(block >= 0 && block < pool, op, "block_table[", b, ", ", n, "] must name one of the ", pool,
+                      " blocks for positions ", n * page, " to ", std::min((n + 1) * page, end) - 1, ", not ", block);
+    }
+  }
+
+  // That no block is written for two sequences.
+  void expect_blocks_apart() const {
+    std::vector<std::pair<int32_t, size_t>> written;  // block, sequence
+    for (size_t b = 0; b < totals.size(); ++b) {
+      if (totals[b] == lengths[b]) continue;
+      for (int64_t n = lengths[b] / layout_.page_size; n * layout_.page_size < totals[b]; ++n) {
+        written.emplace_back(table_[b * static_cast<size_t>(layout_.table_stride) + static_cast<size_t>(n)], b);
+      }
+    }
+    std::sort(written.begin(), written.end());
+    for (size_t n = 1; n < written.size(); ++n) {
+      ATTN_EXT_EXPECT(written[n].first != written[n - 1].first, op, "block ", written[n].first,
+                      " would be written twice, for sequence ", written[n - 1].second, " and sequence ",
+                      written[n].second, "; sequences that share a block need a copy of it first");
+    }
+  }
+
+  void read_scales() {
+    const bool wanted = tensors_.k.scalar_type() == ScalarType::Char;
+    ATTN_EXT_EXPECT(
+        tensors_.k_scales.has_value() == wanted && tensors_.v_scales.has_value() == wanted, op,
+        wanted ? "an int8 cache needs k_scales and v_scales" : "k_scales and v_scales belong to int8 caches");
+    if (!wanted) return;
+    scales_.k = scale_view("k_scales", *tensors_.k_scales);
+    scales_.v = scale_view("v_scales", *tensors_.v_scales);
+  }
+
+  TensorView scale_view(const char* name, const Tensor& t) const {
+    expect_cpu(op, name, t);
+    ATTN_EXT_EXPECT(t.scalar_type() == ScalarType::Float, op, name, " must be float32, not ",
+                    dtype_name(t.scalar_type()));
+    bool fits = t.dim() == 3;
+    for (int64_t d = 0; fits && d < 3; ++d) fits = t.size(d) == tensors_.k.size(d);
+    ATTN_EXT_EXPECT(fits, op, name, " must have the sizes of the caches but for the last, ", came(), ", not ",
+                    shape_string(t));
+    TensorView v;
+    v.data = t.data_ptr();
+    v.stride_b1 = t.stride(0);
+    v.stride_h = t.stride(1);
+    v.stride_l = t.stride(2);
+    return v;
+  }
+
+  // The tables of cosines and sines, for tokens of the dtype of `like` up to the last position.
+  void read_rotary(const Tensor& like) {
+    ATTN_EXT_EXPECT(tensors_.cos.has_value() == tensors_.sin.has_value(), op, "cos and sin must be given together");
+    if (!tensors_.cos) return;
+    cos_ = *tensors_.cos;
+    sin_ = *tensors_.sin;
+    for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"cos", cos_}, {"sin", sin_}}) {
+      expect_cpu(op, name, t);
+      ATTN_EXT_EXPECT(t.scalar_type() == statistics_dtype(like), op, name, " must be ",
+                      dtype_name(statistics_dtype(like)), ", not ", dtype_name(t.scalar_type()));
+      ATTN_EXT_EXPECT(t.dim() == 2 && t.size(1) >= 1 && 2 * t.size(1) <= D, op, name,
+                      " must be (positions, rotary_dim / 2) with rotary_dim at most the head dim ", D, ", not ",
+                      shape_string(t));
+    }
+    ATTN_EXT_EXPECT(cos_.size(0) == sin_.size(0) && cos_.size(1) == sin_.size(1), op,
+                    "cos and sin must have one shape, not ", shape_string(cos_), " and ", shape_string(sin_));
+    for (size_t b = 0; b < totals.size(); ++b) {
+      ATTN_EXT_EXPECT(totals[b] <= cos_.size(0), op, "sequence ", b, " reaches position ", totals[b] - 1,
+                      ", and cos and sin have ", cos_.size(0), " positions");
+    }
+    if (cos_.stride(1) != 1) cos_ = contiguous_rows(cos_);
+    if (sin_.stride(1) != 1) sin_ = contiguous_rows(sin_);
+    rotary_dim_ = 2 * cos_.size(1);
+  }
+
+  AppendParams rows_of(const Tensor& from, const std::vector<int64_t>& positions, bool turned) const {
+    AppendParams p;
+    p.batch = batch[1];
+    p.heads = from.size(1);
+    p.D = from.size(from.dim() - 1);
+    p.from = view(from);
+    p.positions = positions.data();
+    for (size_t b = 0; b < positions.size(); ++b) p.n = std::max(p.n, new_tokens(b, from));
+    if (packed) p.cu = cu.data();
+    if (turned && rotates()) {
+      p.cos = cos_.data_ptr();
+      p.sin = sin_.data_ptr();
+      p.cos_stride = cos_.stride(0);
+      p.sin_stride = sin_.stride(0);
+      p.rotary_dim = rotary_dim_;
+      p.interleaved = tensors_.interleaved;
+    }
+    return p;
+  }
+
+  static void run(const AppendParams& p) {
+    if (p.batch == 0 || p.heads == 0 || p.n == 0 || p.D == 0) return;
+    const FloatEnvironment environment;
+    cpu::kernels().append(p, torch_parallel());
+  }
+
+  const CacheTensors& tensors_;
+  CacheLayout layout_;
+  CacheScales scales_;
+  std::vector<int32_t> table_;
+  std::vector<int64_t> positions_, query_positions_;
+  Tensor cos_, sin_;
+  int64_t rotary_dim_ = 0;
+  bool appended_ = false;
+};
+
+std::tuple<Tensor, Tensor> attend(Cache& cache, const Tensor& q, const Tensor* k, const Tensor* v,
+                                  const Options& options) {
+  if (k) cache.read_new(*k, *v);
+  ForwardParams p;
+  cache.read_queries(q, options, p);
+  Tensor out = empty_in_order_of(q, p.Dv);
+  std::vector<int64_t> sizes = sizes_of(q);
+  sizes.pop_back();
+  if (cache.packed) std::swap(sizes[0], sizes[1]);
+  Tensor lse = empty(sizes, statistics_dtype(q));
+  p.out = cache.view(out);
+  p.lse.data = lse.data_ptr();
+  p.lse.stride_h = cache.packed ? q.size(0) : p.Lq;
+  p.lse.stride_b = cache.packed ? 0 : p.Hq * p.Lq;
+  Tensor turned;
+  if (cache.rotates() && q.numel() > 0) {
+    turned = cache.turned_queries(q);
+    p.q = cache.view(turned);
+  }
+  if (k) cache.append_both(*k, *v);
+  if (p.batch > 0 && p.Hq > 0 && p.Lq > 0) {
+    const FloatEnvironment environment;
+    cpu::kernels().forward(p, torch_parallel());
+  }
+  return {out, lse};
+}
+
+}  // namespace
+
+void kv_cache_append(Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor cache_lengths,
+                     OptionalTensor block_table, OptionalTensor k_scales, OptionalTensor v_scales,
+                     OptionalTensor cu_seqlens, OptionalTensor cos, OptionalTensor sin, bool ring, bool interleaved) {
+  const CacheTensors tensors{k_cache,    v_cache, cache_lengths, block_table, k_scales,   v_scales,
+                             cu_seqlens, cos,     sin,           ring,        interleaved};
+  Cache cache("kv_cache_append_", tensors);
+  cache.read_new(k, v);
+  cache.append_both(k, v);
+}
+
+std::tuple<Tensor, Tensor> attention_with_kv_cache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_lengths,
+                                                   OptionalTensor block_table, OptionalTensor k_scales,
+                                                   OptionalTensor v_scales, OptionalTensor cu_seqlens,
+                                                   OptionalTensor cos, OptionalTensor sin, bool ring, bool interleaved,
+                                                   OptionalTensor alibi_slopes, OptionalTensor sinks, int64_t causal,
+                                                   std::optional<int64_t> window_left,
+                                                   std::optional<int64_t> window_right, std::optional<double> scale,
+                                                   double softcap) {
+  const CacheTensors tensors{k_cache,    v_cache, cache_lengths, block_table, k_scales,   v_scales,
+                             cu_seqlens, cos,     sin,           ring,        interleaved};
+  Cache cache("attention_with_kv_cache", tensors);
+  const OptionalTensor none;
+  return attend(cache, q, nullptr, nullptr,
+                {none, none, none, alibi_slopes, sinks, none, none, none, none, causal, window_left, window_right,
+                 scale, softcap, 0.0});
+}
+
+std::tuple<Tensor, Tensor> attention_with_kv_cache_append(
+    Tensor q, Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor cache_lengths, OptionalTensor block_table,
+    OptionalTensor k_scales, OptionalTensor v_scales, OptionalTensor cu_seqlens, OptionalTensor cos, OptionalTensor sin,
+    bool ring, bool interleaved, OptionalTensor alibi_slopes, OptionalTensor sinks, int64_t causal,
+    std::optional<int64_t> window_left, std::optional<int64_t> window_right, std::optional<double> scale,
+    double softcap) {
+  const CacheTensors tensors{k_cache,    v_cache, cache_lengths, block_table, k_scales,   v_scales,
+                             cu_seqlens, cos,     sin,           ring,        interleaved};
+  Cache cache("attention_with_kv_cache", tensors);
+  const OptionalTensor none;
+  return attend(cache, q, &k, &v,
+                {none, none, none, alibi_slopes, sinks, none, none, none, none, causal, window_left, window_right,
+                 scale, softcap, 0.0});
+}
+
+}  // namespace attn_ext

@@ -1,0 +1,185 @@
+#include "tensors.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <new>
+
+#include "cpu/problem.h"
+#include "cpu/storage.h"
+
+namespace attn_ext {
+namespace {
+
+Tensor empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides, ScalarType type) {
+  AtenTensorHandle handle = nullptr;
+  // The stable ABI's own number for the dtype.
+  const StableIValue dtype = torch::stable::detail::from(type);
+  const AOTITorchError error = aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(dtype),
+                                                        aoti_torch_device_type_cpu(), 0, &handle);
+  if (error != AOTI_TORCH_SUCCESS) throw std::bad_alloc();  // all else about the call is right
+  return Tensor(handle);
+}
+
+// Fills a dense tensor with zeros, without torch's thread pool.
+Tensor zeroed(Tensor t) {
+  if (t.numel() > 0)
+    std::memset(t.data_ptr(), 0, static_cast<size_t>(t.numel() * cpu::size_of(dtype_of(t.scalar_type()))));
+  return t;
+}
+
+}  // namespace
+
+DType dtype_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::BFloat16:
+      return DType::bfloat16;
+    case ScalarType::Half:
+      return DType::float16;
+    case ScalarType::Double:
+      return DType::float64;
+    case ScalarType::Bool:
+      return DType::boolean;
+    case ScalarType::Char:
+      return DType::int8;
+    default:
+      return DType::float32;
+  }
+}
+
+ScalarType statistics_dtype(const Tensor& q) {
+  return q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+TensorView view_of(const Tensor& t) {
+  TensorView v;
+  const auto strides = t.strides();
+  const size_t rank = strides.size();
+  v.data = t.data_ptr();
+  v.dtype = dtype_of(t.scalar_type());
+  v.stride_d = strides[rank - 1];
+  v.stride_l = strides[rank - 2];
+  v.stride_h = strides[rank - 3];
+  if (rank > 3) v.stride_b1 = strides[rank - 4];
+  if (rank > 4) v.stride_b0 = strides[rank - 5];
+  return v;
+}
+
+TensorView packed_view_of(const Tensor& t) {
+  TensorView v;
+  v.data = t.data_ptr();
+  v.dtype = dtype_of(t.scalar_type());
+  v.stride_l = t.stride(0);
+  v.stride_h = t.stride(1);
+  v.stride_d = t.stride(2);
+  return v;
+}
+
+std::vector<int64_t> integers(const char* op, const char* name, const Tensor& t) {
+  expect_cpu(op, name, t);
+  ATTN_EXT_EXPECT(t.dim() == 1, op, name, " must have one dimension, not shape ", shape_string(t));
+  const ScalarType type = t.scalar_type();
+  ATTN_EXT_EXPECT(type == ScalarType::Int || type == ScalarType::Long, op, name, " must be int32 or int64, not ",
+                  dtype_name(type));
+  std::vector<int64_t> numbers(static_cast<size_t>(t.size(0)));
+  const int64_t stride = t.stride(0);
+  const void* data = t.data_ptr();
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const int64_t at = static_cast<int64_t>(i) * stride;
+    numbers[i] =
+        type == ScalarType::Int ? static_cast<const int32_t*>(data)[at] : static_cast<const int64_t*>(data)[at];
+  }
+  return numbers;
+}
+
+double number_at(const Tensor& t, int64_t offset) {
+  switch (t.scalar_type()) {
+    case ScalarType::Double:
+      return static_cast<const double*>(t.data_ptr())[offset];
+    case ScalarType::BFloat16:
+      return to_float(static_cast<const cpu::bf16*>(t.data_ptr())[offset]);
+    case ScalarType::Half:
+      return to_float(static_cast<const cpu::f16*>(t.data_ptr())[offset]);
+    default:
+      return static_cast<const float*>(t.data_ptr())[offset];
+  }
+}
+
+void set_number(const Tensor& t, int64_t offset, double x) {
+  switch (t.scalar_type()) {
+    case ScalarType::Double:
+      static_cast<double*>(t.data_ptr())[offset] = x;
+      break;
+    case ScalarType::BFloat16:
+      static_cast<cpu::bf16*>(t.data_ptr())[offset] = cpu::to_bf16(static_cast<float>(x));
+      break;
+    case ScalarType::Half:
+      static_cast<cpu::f16*>(t.data_ptr())[offset] = cpu::to_f16(static_cast<float>(x));
+      break;
+    default:
+      static_cast<float*>(t.data_ptr())[offset] = static_cast<float>(x);
+  }
+}
+
+Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(sizes[d], 1);
+  }
+  return empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), type);
+}
+
+Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type) { return zeroed(empty(sizes, type)); }
+
+std::vector<int64_t> sizes_of(const Tensor& t) {
+  std::vector<int64_t> sizes;
+  for (int64_t d = 0; d < t.dim(); ++d) sizes.push_back(t.size(d));
+  return sizes;
+}
+
+Tensor empty_in_order_of(const Tensor& like, int64_t width) {
+  const auto like_sizes = like.sizes(), like_strides = like.strides();
+  const size_t rank = like_sizes.size();
+  std::array<int64_t, kMaxRank> sizes{}, strides{}, key{};
+  std::array<size_t, kMaxRank> order{};  // innermost first
+  for (size_t n = 0; n < rank; ++n) {
+    const size_t d = rank - 1 - n;
+    const bool tells = like_sizes[d] > 1 && like_strides[d] != 0;
+    key[d] = tells ? like_strides[d] : (n > 0 ? key[d + 1] : 0);
+    sizes[d] = n > 0 ? like_sizes[d] : width;
+    size_t at = n;  // insertion: behind all with a key no larger
+    for (; at > 0 && key[order[at - 1]] > key[d]; --at) order[at] = order[at - 1];
+    order[at] = d;
+  }
+  int64_t stride = 1;
+  for (size_t n = 0; n < rank; ++n) {
+    strides[order[n]] = stride;
+    stride *= std::max<int64_t>(sizes[order[n]], 1);
+  }
+  return empty_strided(static_cast<int64_t>(rank), sizes.data(), strides.data(), like.scalar_type());
+}
+
+Tensor zeros_in_order_of(const Tensor& like, int64_t width) { return zeroed(empty_in_order_of(like, width)); }
+
+Tensor contiguous_rows(const Tensor& t) {
+  const std::vector<int64_t> sizes = sizes_of(t);
+  Tensor copy = empty(sizes, t.scalar_type());
+  const auto element = static_cast<size_t>(cpu::size_of(dtype_of(t.scalar_type())));
+  const auto* from = static_cast<const char*>(t.data_ptr());
+  auto* to = static_cast<char*>(copy.data_ptr());
+  std::vector<int64_t> index(sizes.size());
+  for (int64_t n = 0, total = copy.numel(); n < total; ++n, to += element) {
+    int64_t offset = 0;
+    for (size_t d = 0; d < index.size(); ++d) offset += index[d] * t.stride(static_cast<int64_t>(d));
+    std::memcpy(to, from + offset * static_cast<int64_t>(element), element);
+    for (size_t d = index.size(); d-- > 0 && ++index[d] == sizes[d];) index[d] = 0;
+  }
+  return copy;
+}
+
+}  // namespace attn_ext

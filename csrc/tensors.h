@@ -1,0 +1,50 @@
+// Tensors through the stable ABI: made, looked at, turned into the plain views that kernels take.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "checks.h"
+#include "params.h"
+
+namespace attn_ext {
+
+inline constexpr int kMaxRank = 5;
+
+inline constexpr double kMaxElements = 35184372088832.0;  // 2^45: 128 TiB of float32
+
+DType dtype_of(ScalarType type);
+
+// Row statistics, and everything that is summed, are kept in this dtype.
+ScalarType statistics_dtype(const Tensor& q);
+
+// (…, H, L, D) as a view; a missing leading dim has stride 0.
+TensorView view_of(const Tensor& t);
+
+// A packed tensor (total, H, D).
+TensorView packed_view_of(const Tensor& t);
+
+// The numbers of a small integer tensor (n,) of int32 or int64; refuses all others.
+std::vector<int64_t> integers(const char* op, const char* name, const Tensor& t);
+
+// The number of a float tensor at an offset in elements.
+double number_at(const Tensor& t, int64_t offset);
+void set_number(const Tensor& t, int64_t offset, double x);
+
+Tensor empty(const std::vector<int64_t>& sizes, ScalarType type);
+Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type);
+
+// A dense tensor of `like`'s sizes, the last one replaced by `width`, whose dims lie in memory in the order in which
+// like's do. A dim of size 1 or stride 0 says nothing about the order and stays left of its right neighbour.
+// ops.py has the same rule for fake tensors.
+Tensor empty_in_order_of(const Tensor& like, int64_t width);
+Tensor zeros_in_order_of(const Tensor& like, int64_t width);
+
+// A contiguous copy, made without torch's thread pool: that one hangs in a forked child.
+Tensor contiguous_rows(const Tensor& t);
+
+std::vector<int64_t> sizes_of(const Tensor& t);
+
+}  // namespace attn_ext
