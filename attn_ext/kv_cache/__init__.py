@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from attn_ext.kv_cache.base import BaseCache
 from attn_ext.kv_cache.contiguous import KVCache
+from attn_ext.kv_cache.paged import PagedKVCache
+from attn_ext.kv_cache.sliding import SlidingKVCache
 
-__all__ = ["BaseCache", "KVCache"]
+__all__ = ["BaseCache", "KVCache", "PagedKVCache", "SlidingKVCache"]

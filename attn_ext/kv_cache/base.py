@@ -42,6 +42,13 @@ class Storage(NamedTuple):
         return tuple(t for t in self[:4] if t is not None)
 
 
+class Room(NamedTuple):
+    """Storage in which the new tokens of a call have a place, and what the cache has to note if it takes it over."""
+
+    storage: Storage
+    plan: Any = None
+
+
 class BaseCache(abc.ABC):
     """Interface and common part of `KVCache`, `PagedKVCache` and `SlidingKVCache`.
 
@@ -164,7 +171,8 @@ class BaseCache(abc.ABC):
             The cache is then as it was before.
         """
         op = self._op("append")
-        storage = self._storage_for(op, self._count(op, k, v, cu_seqlens))
+        room = self._room_for(op, self._count(op, k, v, cu_seqlens))
+        storage = room.storage
         kv_cache_append_(
             storage.k,
             storage.v,
@@ -179,7 +187,7 @@ class BaseCache(abc.ABC):
             rotary=rotary,
             rotary_interleaved=rotary_interleaved,
         )
-        self._take_over(storage)
+        self._take_over(room)
         self._advance(k, cu_seqlens)
 
     def attend(
@@ -217,9 +225,10 @@ class BaseCache(abc.ABC):
         op = self._op("attend")
         if (k is None) != (v is None):
             raise ValueError(f"attn_ext.{op}: k and v must be given together")
-        storage = self._storage
+        room = Room(self._storage)
         if k is not None and v is not None:
-            storage = self._storage_for(op, self._count(op, k, v, cu_seqlens))
+            room = self._room_for(op, self._count(op, k, v, cu_seqlens))
+        storage = room.storage
         result = attention_with_kv_cache(
             q,
             storage.k,
@@ -243,7 +252,7 @@ class BaseCache(abc.ABC):
             return_lse=return_lse,
         )
         if k is not None:
-            self._take_over(storage)
+            self._take_over(room)
             self._advance(k, cu_seqlens)
         return result
 
@@ -271,11 +280,11 @@ class BaseCache(abc.ABC):
         self._forget(op, kept)
         self.lengths.copy_(torch.tensor(kept, dtype=torch.int64))
 
-    @abc.abstractmethod
     def reorder(self, indices: Sequence[int] | Tensor) -> None:
         """Sequence b goes on as a copy of what sequence indices[b] is now; as many sequences as indices.
 
-        For beams, and for picking, repeating or dropping sequences of a batch. Copies never share what is written to.
+        For beams, and for picking, repeating or dropping sequences of a batch. What is written to one later does not
+        show in another.
 
         Args:
             indices: integers below the number of sequences, negative ones counted from the end.
@@ -284,6 +293,14 @@ class BaseCache(abc.ABC):
             IndexError: a sequence that is not there.
             TypeError: neither a sequence of integers nor a one-dimensional tensor of them.
         """
+        chosen = self._read_sequences(self._op("reorder"), indices)
+        rows = self._storage.k.shape[2]
+        filled = min(self.max_length, rows)
+        storage = self._allocate(len(chosen), rows)
+        for new, old in zip(storage.data, self._storage.data, strict=True):
+            new[:, :, :filled] = old[:, :, :filled].index_select(0, chosen)
+        self.lengths = selected(self.lengths, chosen)
+        self._storage = storage
 
     def reset(self) -> None:
         """Forget everything; the room stays."""
@@ -301,19 +318,18 @@ class BaseCache(abc.ABC):
     # --- for the classes ------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _storage_for(self, op: str, counts: Sequence[int] | None) -> Storage:
-        """Storage with room for so many more tokens of each sequence, without a change to the cache.
+    def _room_for(self, op: str, counts: Sequence[int] | None) -> Room:
+        """Room for so many more tokens of each sequence, made without a change to the cache.
 
         counts is None while compiling: then it is what is there.
         """
 
-    def _take_over(self, storage: Storage) -> None:
-        """Makes what `_storage_for` returned the cache's own, now that the operator has succeeded."""
-        if storage is not self._storage:
-            self._storage = storage
+    def _take_over(self, room: Room) -> None:
+        """Makes the room the cache's own, now that the operator has succeeded."""
+        if room.storage is not self._storage:
+            self._storage = room.storage
 
-    @abc.abstractmethod
-    def _forget(self, op: str, kept: Sequence[int]) -> None:
+    def _forget(self, op: str, kept: Sequence[int]) -> None:  # noqa: B027  some caches have nothing to do here
         """Checks and does what truncating to `kept` tokens takes beside changing the lengths."""
 
     @abc.abstractmethod
@@ -385,11 +401,12 @@ class BaseCache(abc.ABC):
         one = _index(lengths)
         if one is not None:
             return [one] * self.batch
-        if not isinstance(lengths, Sequence) or isinstance(lengths, (str, bytes)):
+        try:
+            found = [_index(n) for n in lengths]
+        except TypeError:  # nothing that can be gone through
             raise TypeError(
                 f"attn_ext.{op}: lengths must be an integer or a sequence of them, not {type(lengths).__name__}"
-            )
-        found = [_index(n) for n in lengths]
+            ) from None
         chosen = [n for n in found if n is not None]
         if len(chosen) < len(found):
             raise TypeError(f"attn_ext.{op}: lengths must be integers, not {lengths!r}")
@@ -417,3 +434,10 @@ class BaseCache(abc.ABC):
                 f"attn_ext.{type(self).__name__}: {name} must be at least {at_least}, not {found}"
             )
         return found
+
+
+def selected(numbers: Tensor, chosen: Tensor) -> Tensor:
+    """numbers[chosen], as a tensor that can be written to outside of inference mode too."""
+    with torch.inference_mode(False):
+        result = torch.empty(chosen.shape, dtype=numbers.dtype, device=numbers.device)
+    return result.copy_(numbers.index_select(0, chosen))

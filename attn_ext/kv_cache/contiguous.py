@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from attn_ext.kv_cache.base import BaseCache, Storage
+from attn_ext.kv_cache.base import BaseCache, Room, Storage
 
 __all__ = ["KVCache"]
 
@@ -86,21 +85,9 @@ class KVCache(BaseCache):
         if capacity > self.capacity:
             self._storage = self._grown(capacity)
 
-    def reorder(self, indices: Sequence[int] | Tensor) -> None:
-        """Sequence b goes on as a copy of sequence indices[b]; the copies share no memory. See `BaseCache.reorder`."""
-        chosen = self._read_sequences(self._op("reorder"), indices)
-        filled = self.max_length
-        storage = self._allocate(len(chosen), self.capacity)
-        with torch.inference_mode(False):
-            lengths = torch.empty_like(chosen)
-        for new, old in zip(storage.data, self._storage.data, strict=True):
-            new[:, :, :filled] = old[:, :, :filled].index_select(0, chosen)
-        lengths.copy_(self.lengths.index_select(0, chosen))
-        self._storage, self.lengths = storage, lengths
-
-    def _storage_for(self, op: str, counts: Sequence[int] | None) -> Storage:
+    def _room_for(self, op: str, counts: Sequence[int] | None) -> Room:
         if counts is None or not any(counts):
-            return self._storage
+            return Room(self._storage)
         needed = 0
         for b, (n, length) in enumerate(zip(counts, self.lengths.tolist(), strict=True)):
             if self.max_capacity is not None and length + n > self.max_capacity:
@@ -110,18 +97,15 @@ class KVCache(BaseCache):
                 )
             needed = max(needed, length + n)
         if needed <= self.capacity:
-            return self._storage
+            return Room(self._storage)
         grown = max(needed, 2 * self.capacity)
-        return self._grown(grown if self.max_capacity is None else min(grown, self.max_capacity))
+        return Room(self._grown(grown if self.max_capacity is None else min(grown, self.max_capacity)))
 
     def _grown(self, capacity: int) -> Storage:
         storage, filled = self._allocate(self.batch, capacity), self.max_length
         for new, old in zip(storage.data, self._storage.data, strict=True):
             new[:, :, :filled] = old[:, :, :filled]
         return storage
-
-    def _forget(self, op: str, kept: Sequence[int]) -> None:
-        pass
 
     def _extra_repr(self) -> str:
         limit = "" if self.max_capacity is None else f", max_capacity={self.max_capacity}"
