@@ -509,8 +509,8 @@ def _read_rotary(op: str, rotary: Any, cache: _Cache, x: Tensor) -> tuple[Tensor
     return cos, sin
 
 
-def _refuse_gradients(op: str, *tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+def _refuse_gradients(op: str, *tensors: Any) -> None:
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise ValueError(
             f"attn_ext.{op}: a cache is for inference, and an input needs a gradient; "
             f"call it under torch.no_grad() or with detached tensors"
