@@ -104,7 +104,8 @@ class Script(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
-        kept = [data.draw(st.integers(0, len(sequence))) for sequence in self.model]
+        lengths = [len(sequence) for sequence in self.model]
+        kept = [data.draw(st.integers(max(0, n - 7), n) | st.integers(0, n)) for n in lengths]
         if not all(self.may_cut(b, n) for b, n in enumerate(kept)):
             with pytest.raises(ValueError, match="cut to"):
                 self.cache.truncate(kept)
