@@ -28,13 +28,16 @@ from torch import Tensor
 
 from attn_ext import masks
 from attn_ext._arguments import FLOATS, check_call, integer_tensor, read_options, read_window
+from attn_ext.reference_cache import attention_with_kv_cache, kv_cache_append_
 
 __all__ = [
     "attention",
     "attention_numpy",
     "attention_varlen",
     "attention_weights",
+    "attention_with_kv_cache",
     "dropout_keep",
+    "kv_cache_append_",
     "lse",
     "stable_softmax",
     "visible",

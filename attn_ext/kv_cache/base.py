@@ -1,0 +1,443 @@
+"""What the caches share: storing, attending, and who holds how many tokens.
+
+A cache never changes before everything about a call is right. What a call needs beyond what is there (more room, other
+blocks) is made aside first, the operator runs on that, and only when it has succeeded does the cache take it over.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ext._arguments import (
+    FLOATS,
+    _check_boundaries,
+    _index,
+    compiling,
+    expect_tensor,
+    integer_tensor,
+    read_indices,
+)
+from attn_ext.cache_ops import attention_with_kv_cache, kv_cache_append_
+
+__all__ = ["BaseCache"]
+
+
+class Storage(NamedTuple):
+    """The tensors of a cache, as the operators take them. `first` is B, or the blocks of a pool."""
+
+    k: Tensor  # (first, Hkv, rows, D)
+    v: Tensor  # (first, Hkv, rows, Dv)
+    k_scales: Tensor | None  # (first, Hkv, rows) float32, where k and v are int8
+    v_scales: Tensor | None
+    block_table: Tensor | None = None  # (B, blocks per sequence) int32
+
+    @property
+    def data(self) -> tuple[Tensor, ...]:
+        """Keys, values and scales."""
+        return tuple(t for t in self[:4] if t is not None)
+
+
+class Room(NamedTuple):
+    """Storage in which the new tokens of a call have a place, and what the cache has to note if it takes it over."""
+
+    storage: Storage
+    plan: Any = None
+
+
+class BaseCache(abc.ABC):
+    """Interface and common part of `KVCache`, `PagedKVCache` and `SlidingKVCache`.
+
+    A plain object, no module: as an attribute of a module it stays out of the state dict. `copy.deepcopy` and `pickle`
+    make independent copies. For inference: inputs that need a gradient are refused.
+
+    Under `torch.compile` no value of a tensor is read, so nothing can grow: call `reserve` before. A step past what is
+    reserved is refused by the operator.
+
+    Attributes:
+        lengths: (B,) int64, how many tokens each sequence holds.
+        num_kv_heads, head_dim, v_head_dim: Hkv, D, Dv.
+        dtype: of the q, k, v that come; also of what is stored, unless `quantized`.
+        quantized: stored as int8, with one scale a token and head.
+    """
+
+    _ring = False
+
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None,
+        dtype: torch.dtype,
+        quantized: bool,
+        device: torch.device | str | None,
+    ) -> None:
+        batch = self._size("batch", batch, at_least=0)
+        self.num_kv_heads = self._size("num_kv_heads", num_kv_heads)
+        self.head_dim = self._size("head_dim", head_dim)
+        self.v_head_dim = self.head_dim if v_head_dim is None else self._size("v_head_dim", v_head_dim)
+        if dtype not in FLOATS:
+            raise TypeError(
+                f"attn_ext.{type(self).__name__}: dtype must be float32, bfloat16, float16 or float64, not {dtype}"
+            )
+        self.dtype = dtype
+        self.quantized = bool(quantized)
+        with torch.inference_mode(False):
+            self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._storage: Storage
+
+    # --- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def k(self) -> Tensor:
+        """The stored keys, (B, Hkv, capacity, D), or (blocks, Hkv, page, D) in a paged cache."""
+        return self._storage.k
+
+    @property
+    def v(self) -> Tensor:
+        """The stored values, likewise with Dv."""
+        return self._storage.v
+
+    @property
+    def k_scales(self) -> Tensor | None:
+        """float32 (B, Hkv, capacity) or (blocks, Hkv, page) where the cache is quantized."""
+        return self._storage.k_scales
+
+    @property
+    def v_scales(self) -> Tensor | None:
+        """As `k_scales`."""
+        return self._storage.v_scales
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.lengths.shape[0]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths.tolist(), default=0)
+
+    @property
+    @abc.abstractmethod
+    def capacity(self) -> int:
+        """How many positions every sequence has room for as it stands."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored keys, values and scales, used or not."""
+        return sum(t.nbytes for t in self._storage.data)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache is."""
+        return self.lengths.device
+
+    def __repr__(self) -> str:
+        stored = "int8 for " if self.quantized else ""
+        width = "" if self.v_head_dim == self.head_dim else f", v_head_dim={self.v_head_dim}"
+        return (
+            f"{type(self).__name__}(batch={self.batch}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+            f"{width}, {self._extra_repr()}, dtype={stored}{self.dtype}, lengths={self.lengths.tolist()})"
+        )
+
+    # --- tokens come ----------------------------------------------------------------------------------------------
+
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        rotary_interleaved: bool = False,
+    ) -> None:
+        """Store new tokens behind those that are there.
+
+        Args:
+            k: (B, Hkv, n, D) with n ≥ 0, or packed with cu_seqlens: (total, Hkv, D).
+            v: likewise, with Dv.
+            cu_seqlens, rotary, rotary_interleaved: as in `attn_ext.kv_cache_append_`.
+
+        Raises:
+            IndexError: more tokens than there may ever be room for.
+            ValueError, TypeError: shapes, devices, dtypes that do not fit the cache; inputs that need a gradient.
+            The cache is then as it was before.
+        """
+        op = self._op("append")
+        room = self._room_for(op, self._count(op, k, v, cu_seqlens))
+        storage = room.storage
+        kv_cache_append_(
+            storage.k,
+            storage.v,
+            k,
+            v,
+            self.lengths,
+            block_table=storage.block_table,
+            ring=self._ring,
+            cu_seqlens=cu_seqlens,
+            k_scales=storage.k_scales,
+            v_scales=storage.v_scales,
+            rotary=rotary,
+            rotary_interleaved=rotary_interleaved,
+        )
+        self._take_over(room)
+        self._advance(k, cu_seqlens)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        rotary_interleaved: bool = False,
+        return_lse: bool = False,
+    ) -> Any:
+        """Store k and v where given, then attend to all that is stored: a prompt, a chunk or one token.
+
+        Args:
+            q: (B, Hq, Lq, D), or packed with cu_seqlens: (total, Hq, D). The last query stands at the last position.
+            k, v: new tokens, as in `append`; both or neither.
+            cu_seqlens, causal, window, scale, softcap, alibi_slopes, sinks, rotary, rotary_interleaved, return_lse: as
+                in `attn_ext.attention_with_kv_cache`.
+
+        Returns:
+            out (B, Hq, Lq, Dv) or (total, Hq, Dv); with return_lse also the lse (B, Hq, Lq) or (Hq, total).
+
+        Raises:
+            IndexError, ValueError, TypeError: as `append`, and as `attn_ext.attention_with_kv_cache`. The cache is
+            then as it was before.
+        """
+        op = self._op("attend")
+        if (k is None) != (v is None):
+            raise ValueError(f"attn_ext.{op}: k and v must be given together")
+        room = Room(self._storage)
+        if k is not None and v is not None:
+            room = self._room_for(op, self._count(op, k, v, cu_seqlens))
+        storage = room.storage
+        result = attention_with_kv_cache(
+            q,
+            storage.k,
+            storage.v,
+            self.lengths,
+            k=k,
+            v=v,
+            block_table=storage.block_table,
+            ring=self._ring,
+            cu_seqlens=cu_seqlens,
+            k_scales=storage.k_scales,
+            v_scales=storage.v_scales,
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            rotary=rotary,
+            rotary_interleaved=rotary_interleaved,
+            return_lse=return_lse,
+        )
+        if k is not None:
+            self._take_over(room)
+            self._advance(k, cu_seqlens)
+        return result
+
+    # --- tokens go ------------------------------------------------------------------------------------------------
+
+    def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
+        """Forget all positions from some length on. The room stays (a paged cache gets whole blocks back).
+
+        Args:
+            lengths: how many tokens stay: an integer for all sequences, or one an entry.
+
+        Raises:
+            ValueError: a negative length, or one above what a sequence holds; not one an entry.
+            TypeError: lengths that are no integers.
+            The cache is then as it was before.
+        """
+        op = self._op("truncate")
+        held = self.lengths.tolist()
+        kept = self._read_lengths(op, lengths)
+        for b, (n, length) in enumerate(zip(kept, held, strict=True)):
+            if not 0 <= n <= length:
+                raise ValueError(
+                    f"attn_ext.{op}: sequence {b} holds {length} tokens and cannot be cut to {n} of them"
+                )
+        self._forget(op, kept)
+        self.lengths.copy_(torch.tensor(kept, dtype=torch.int64))
+
+    def reorder(self, indices: Sequence[int] | Tensor) -> None:
+        """Sequence b goes on as a copy of what sequence indices[b] is now; as many sequences as indices.
+
+        For beams, and for picking, repeating or dropping sequences of a batch. What is written to one later does not
+        show in another.
+
+        Args:
+            indices: integers below the number of sequences, negative ones counted from the end.
+
+        Raises:
+            IndexError: a sequence that is not there.
+            TypeError: neither a sequence of integers nor a one-dimensional tensor of them.
+        """
+        chosen = self._read_sequences(self._op("reorder"), indices)
+        rows = self._storage.k.shape[2]
+        filled = min(self.max_length, rows)
+        storage = self._allocate(len(chosen), rows)
+        for new, old in zip(storage.data, self._storage.data, strict=True):
+            new[:, :, :filled] = old[:, :, :filled].index_select(0, chosen)
+        self.lengths = selected(self.lengths, chosen)
+        self._storage = storage
+
+    def reset(self) -> None:
+        """Forget everything; the room stays."""
+        self.truncate(0)
+
+    @abc.abstractmethod
+    def reserve(self, capacity: int) -> None:
+        """Make room for so many positions in every sequence, in all, so that nothing has to grow up to there.
+
+        Raises:
+            IndexError: more than there may ever be room for.
+            TypeError, ValueError: no integer, or a negative one.
+        """
+
+    # --- for the classes ------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _room_for(self, op: str, counts: Sequence[int] | None) -> Room:
+        """Room for so many more tokens of each sequence, made without a change to the cache.
+
+        counts is None while compiling: then it is what is there.
+        """
+
+    def _take_over(self, room: Room) -> None:
+        """Makes the room the cache's own, now that the operator has succeeded."""
+        if room.storage is not self._storage:
+            self._storage = room.storage
+
+    def _forget(self, op: str, kept: Sequence[int]) -> None:  # noqa: B027  some caches have nothing to do here
+        """Checks and does what truncating to `kept` tokens takes beside changing the lengths."""
+
+    @abc.abstractmethod
+    def _extra_repr(self) -> str:
+        """What is special about this kind of cache."""
+
+    def _allocate(self, first: int, rows: int) -> Storage:
+        """Zeros, not what was in memory before: a cache may be pickled."""
+        dtype = torch.int8 if self.quantized else self.dtype
+        leading, device = (first, self.num_kv_heads, rows), self.device
+        # A tensor made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            scales = [
+                torch.zeros(leading, dtype=torch.float32, device=device) if self.quantized else None
+                for _ in range(2)
+            ]
+            return Storage(
+                torch.zeros(*leading, self.head_dim, dtype=dtype, device=device),
+                torch.zeros(*leading, self.v_head_dim, dtype=dtype, device=device),
+                *scales,
+            )
+
+    def _count(self, op: str, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[int] | None:
+        """How many tokens come for each sequence, once they are known to fit the cache; None while compiling."""
+        if compiling():
+            return None
+        for name, t in (("k", k), ("v", v)):
+            expect_tensor(op, name, t)
+            if t.dtype != self.dtype:
+                raise TypeError(
+                    f"attn_ext.{op}: {name} must have the cache's dtype {self.dtype}, not {t.dtype}"
+                )
+            if t.device != self.device:
+                raise ValueError(
+                    f"attn_ext.{op}: {name} must be on the cache's device {self.device}, not on {t.device}"
+                )
+        packed = cu_seqlens is not None
+        n = k.shape[0 if packed else -2] if k.dim() == (3 if packed else 4) else 0
+        for name, t, width in (("k", k, self.head_dim), ("v", v, self.v_head_dim)):
+            expected = (n, self.num_kv_heads, width) if packed else (self.batch, self.num_kv_heads, n, width)
+            if tuple(t.shape) != expected:
+                shape = f"(total, {self.num_kv_heads}, {width})"
+                if not packed:
+                    shape = f"({self.batch}, {self.num_kv_heads}, n, {width})"
+                raise ValueError(
+                    f"attn_ext.{op}: k and v must have as many tokens, and {name} must be {shape}, "
+                    f"not {tuple(t.shape)}"
+                )
+        if cu_seqlens is None:
+            return [n] * self.batch
+        integer_tensor(op, "cu_seqlens", cu_seqlens)
+        if tuple(cu_seqlens.shape) != (self.batch + 1,):
+            raise ValueError(
+                f"attn_ext.{op}: cu_seqlens must be ({self.batch + 1},), one more than there are sequences, "
+                f"not {tuple(cu_seqlens.shape)}"
+            )
+        ends = cu_seqlens.tolist()
+        _check_boundaries(op, "cu_seqlens", ends, "k", n)
+        return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
+    def _advance(self, k: Tensor, cu_seqlens: Tensor | None) -> None:
+        # In place, also under torch.compile: the tensor that its guards know stays the same one.
+        self.lengths.add_(k.shape[-2] if cu_seqlens is None else cu_seqlens.diff())
+
+    def _read_lengths(self, op: str, lengths: Any) -> list[int]:
+        if isinstance(lengths, Tensor):
+            integer_tensor(op, "lengths", lengths)
+            lengths = lengths.tolist()
+        one = _index(lengths)
+        if one is not None:
+            return [one] * self.batch
+        try:
+            found = [_index(n) for n in lengths]
+        except TypeError:  # nothing that can be gone through
+            raise TypeError(
+                f"attn_ext.{op}: lengths must be an integer or a sequence of them, not {type(lengths).__name__}"
+            ) from None
+        chosen = [n for n in found if n is not None]
+        if len(chosen) < len(found):
+            raise TypeError(f"attn_ext.{op}: lengths must be integers, not {lengths!r}")
+        if len(chosen) != self.batch:
+            raise ValueError(
+                f"attn_ext.{op}: lengths must be one for each of the {self.batch} sequences, not {len(chosen)}"
+            )
+        return chosen
+
+    def _read_sequences(self, op: str, indices: Any) -> Tensor:
+        """(n,) int64 on the cache's device."""
+        if isinstance(indices, Tensor):
+            indices = indices.to(self.device)
+        return read_indices(op, "sequences", indices, self.batch, self.device)
+
+    def _op(self, method: str) -> str:
+        return f"{type(self).__name__}.{method}"
+
+    def _size(self, name: str, size: Any, *, at_least: int = 1) -> int:
+        found = _index(size)
+        if found is None:
+            raise TypeError(f"attn_ext.{type(self).__name__}: {name} must be an integer, not {size!r}")
+        if found < at_least:
+            raise ValueError(
+                f"attn_ext.{type(self).__name__}: {name} must be at least {at_least}, not {found}"
+            )
+        return found
+
+
+def selected(numbers: Tensor, chosen: Tensor) -> Tensor:
+    """numbers[chosen], as a tensor that can be written to outside of inference mode too."""
+    with torch.inference_mode(False):
+        result = torch.empty(chosen.shape, dtype=numbers.dtype, device=numbers.device)
+    return result.copy_(numbers.index_select(0, chosen))
