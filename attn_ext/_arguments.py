@@ -219,7 +219,7 @@ def read_window(op: str, window: Any) -> tuple[int | None, int | None]:
 def _window_side(op: str, side: Any, window: Any) -> int | None:
     if side is None:
         return None
-    size = side if isinstance(side, torch.SymInt) else _index(side)
+    size = side if isinstance(side, torch.SymInt) else index_of(side)
     if size is None or size < 0:
         raise ValueError(
             f"attn_ext.{op}: window sides must be integers of at least 0, or None for no bound, not {window!r}"
@@ -227,7 +227,7 @@ def _window_side(op: str, side: Any, window: Any) -> int | None:
     return None if size > _LONGEST else size
 
 
-def _index(x: Any) -> int | None:
+def index_of(x: Any) -> int | None:
     """An integer of any type as an int, NumPy's too; None for bools and all that is no integer."""
     if isinstance(x, (bool, Tensor)):
         return None
@@ -305,7 +305,7 @@ def read_indices(op: str, name: str, index: Any, size: int, device: torch.device
             _expect_inside(op, name, index.tolist(), size)
         return torch.where(index < 0, index + size, index)
     try:
-        found = [_index(n) for n in index]
+        found = [index_of(n) for n in index]
     except TypeError:  # one integer, a slice: nothing that can be gone through
         raise TypeError(
             f"attn_ext.{op}: {name} must be a sequence of integers, not {type(index).__name__}"
@@ -403,7 +403,7 @@ def check_call(
     if options.alibi_slopes is not None:
         if options.alibi_slopes.dtype not in slope_dtypes:
             raise ValueError(f"attn_ext.{op}: alibi_slopes must be float32, not {options.alibi_slopes.dtype}")
-        _check_slopes(op, options.alibi_slopes, batch, heads)
+        check_slopes(op, options.alibi_slopes, batch, heads)
     if options.sinks is not None:
         _float_tensor(op, "sinks", options.sinks)
         if options.sinks.dim() != 1 or options.sinks.shape[0] != heads:
@@ -488,7 +488,7 @@ def _check_broadcast(op: str, name: str, t: Tensor, target: tuple[int, ...]) -> 
         raise ValueError(f"attn_ext.{op}: {name} {tuple(t.shape)} must broadcast to {target}")
 
 
-def _check_slopes(op: str, slopes: Tensor, batch: int, heads: int) -> None:
+def check_slopes(op: str, slopes: Tensor, batch: int, heads: int) -> None:
     shape = tuple(slopes.shape)
     if shape != (heads,) and shape != (batch, heads):
         raise ValueError(
@@ -525,7 +525,7 @@ def _check_packed(op: str, q: Tensor, k: Tensor, options: Options) -> int:
                 f"not shape {tuple(cu.shape)}"
             )
         if not compiling() and readable(cu):
-            _check_boundaries(op, name, cu.tolist(), of, total)
+            check_boundaries(op, name, cu.tolist(), of, total)
         counts.append(cu.shape[0] - 1)
     if counts[0] != counts[1]:
         raise ValueError(
@@ -535,7 +535,7 @@ def _check_packed(op: str, q: Tensor, k: Tensor, options: Options) -> int:
     return counts[0]
 
 
-def _check_boundaries(op: str, name: str, cu: Sequence[int], of: str, total: int) -> None:
+def check_boundaries(op: str, name: str, cu: Sequence[int], of: str, total: int) -> None:
     if cu[0] != 0:
         raise ValueError(f"attn_ext.{op}: {name} must start with 0, not with {cu[0]}")
     for b in range(1, len(cu)):

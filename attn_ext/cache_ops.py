@@ -19,6 +19,7 @@ from attn_ext._arguments import (
     compiling,
     expect_tensor,
     have_tangent,
+    index_of,
     integer_tensor,
     named,
     read_options,
@@ -223,12 +224,12 @@ def _read(
             raise TypeError(f"attn_ext.{op}: block_table must be int32, not {block_table.dtype}")
     if cu_seqlens is not None:
         integer_tensor(op, "cu_seqlens", cu_seqlens)
-    cos, sin = (None, None) if rotary is None else _tables(op, rotary)
+    cos, sin = (None, None) if rotary is None else _tables(op, rotary, like)
     if isinstance(cache_lengths, Tensor):
         integer_tensor(op, "cache_lengths", cache_lengths)
         if cache_lengths.dim() == 0:
             cache_lengths = cache_lengths.expand(_sequences(tensors["k_cache"], block_table))
-    elif isinstance(cache_lengths, (int, torch.SymInt)) and not isinstance(cache_lengths, bool):
+    elif isinstance(cache_lengths, torch.SymInt) or index_of(cache_lengths) is not None:
         cache_lengths = torch.full(
             (_sequences(tensors["k_cache"], block_table),), cache_lengths, device=like.device
         )
@@ -253,13 +254,18 @@ def _sequences(k_cache: Tensor, block_table: Tensor | None) -> int:
     return t.shape[0] if t.dim() else 0
 
 
-def _tables(op: str, rotary: Rotary) -> Rotary:
+def _tables(op: str, rotary: Rotary, like: Tensor) -> Rotary:
     try:
         cos, sin = rotary
     except (TypeError, ValueError):
-        raise TypeError(f"attn_ext.{op}: rotary must be (cos, sin), not {type(rotary).__name__}") from None
-    expect_tensor(op, "cos", cos)
-    expect_tensor(op, "sin", sin)
+        raise TypeError(
+            f"attn_ext.{op}: rotary must be (cos, sin), two tensors, not {type(rotary).__name__}"
+        ) from None
+    wanted = torch.float64 if like.dtype == torch.float64 else torch.float32
+    for name, t in (("rotary cos", cos), ("rotary sin", sin)):
+        expect_tensor(op, name, t)
+        if t.dtype != wanted:
+            raise TypeError(f"attn_ext.{op}: {name} must be {wanted} for {like.dtype} tokens, not {t.dtype}")
     return cos, sin
 
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from attn_ext import reference
 from attn_ext._arguments import (
     FLOATS,
-    _check_boundaries,
-    _check_slopes,
-    _index,
+    check_boundaries,
     check_device,
+    check_slopes,
     expect_tensor,
+    index_of,
     integer_tensor,
     read_window,
 )
@@ -103,7 +103,7 @@ def attention_with_kv_cache(
     heads = q.shape[-2] if cu_seqlens is not None else q.shape[-3]
     if alibi_slopes is not None:
         expect_tensor(op, "alibi_slopes", alibi_slopes)
-        _check_slopes(op, alibi_slopes, cache.sequences, heads)
+        check_slopes(op, alibi_slopes, cache.sequences, heads)
 
     stored = None
     if k is not None and v is not None:
@@ -397,7 +397,7 @@ def _read_lengths(op: str, lengths: Any, sequences: int) -> list[int]:
             )
         found = lengths.tolist() if lengths.dim() else [lengths.item()] * sequences
     else:
-        one = _index(lengths)
+        one = index_of(lengths)
         if one is None:
             raise TypeError(
                 f"attn_ext.{op}: cache_lengths must be an integer or a tensor of int32 or int64, not {lengths!r}"
@@ -477,7 +477,7 @@ def _split(op: str, cache: _Cache, cu_seqlens: Tensor | None, **tensors: Tensor)
         raise ValueError(f"attn_ext.{op}: packed tokens must be (total, H, D), not {names}")
     ends = cu_seqlens.tolist()
     for name, t in tensors.items():
-        _check_boundaries(op, "cu_seqlens", ends, name, t.shape[0])
+        check_boundaries(op, "cu_seqlens", ends, name, t.shape[0])
     return [
         [t[start:end].transpose(0, 1) for start, end in zip(ends, ends[1:], strict=False)]
         for t in tensors.values()

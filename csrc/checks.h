@@ -16,12 +16,12 @@ namespace attn_ext {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-template <class... Parts>
+template <class Error = std::invalid_argument, class... Parts>
 [[noreturn]] void refuse(const char* op, const Parts&... parts) {
   std::ostringstream message;
   message << "attn_ext." << op << ": ";
   (message << ... << parts);
-  throw std::invalid_argument(message.str());
+  throw Error(message.str());
 }
 
 // A macro, so that the message is only put together where it is needed: a small call takes a few microseconds in all.

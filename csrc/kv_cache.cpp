@@ -17,6 +17,12 @@
 namespace attn_ext {
 namespace {
 
+// Places that are not there become Python's IndexError.
+#define ATTN_EXT_EXPECT_PLACE(condition, op, ...)                 \
+  do {                                                            \
+    if (!(condition)) refuse<std::out_of_range>(op, __VA_ARGS__); \
+  } while (false)
+
 constexpr int64_t kLongest = int64_t{1} << 40;  // no sequence is that long
 
 struct CacheTensors {
@@ -62,21 +68,20 @@ class Cache : public Call {
     if (t.block_table) {
       read_table(*t.block_table);
     } else {
-      ATTN_EXT_EXPECT(k->size(0) == batch[1], op, "the cache has ", k->size(0), " sequences, and cache_lengths ",
-                      batch[1], " numbers");
+      ATTN_EXT_EXPECT(k->size(0) == batch[1], op, "cache_lengths must be (", k->size(0),
+                      ",), one number for each of the cache's sequences, not ", shape_string(t.lengths));
       if (t.ring) layout_.ring = capacity;
     }
     for (size_t b = 0; b < lengths.size(); ++b) {
       ATTN_EXT_EXPECT(lengths[b] >= 0, op, "cache_lengths[", b, "] must be at least 0, not ", lengths[b]);
-      if (!t.ring) expect_room(b, lengths[b], 0);
       ATTN_EXT_EXPECT(lengths[b] <= kLongest, op, "cache_lengths[", b, "] is ", lengths[b], ", more than 2^40");
     }
     totals = lengths;
     read_scales();
     if (packed) {
       cu = integers(op, "cu_seqlens", *t.cu_seqlens);
-      ATTN_EXT_EXPECT(static_cast<int64_t>(cu.size()) == batch[1] + 1, op, "cu_seqlens must have ", batch[1] + 1,
-                      " entries for the ", batch[1], " sequences of cache_lengths, not ", cu.size());
+      ATTN_EXT_EXPECT(static_cast<int64_t>(cu.size()) == batch[1] + 1, op, "cu_seqlens must be (", batch[1] + 1,
+                      ",), one more than the sequences of cache_lengths, not ", shape_string(*t.cu_seqlens));
       ATTN_EXT_EXPECT(cu.front() == 0, op, "cu_seqlens must start with 0, not with ", cu.front());
       for (size_t b = 1; b < cu.size(); ++b) {
         ATTN_EXT_EXPECT(cu[b] >= cu[b - 1], op, "cu_seqlens must not fall, but entry ", b, " is ", cu[b], " after ",
@@ -105,7 +110,7 @@ class Cache : public Call {
       totals[b] += count;
       if (count > 0) expect_blocks(b, lengths[b], totals[b]);
     }
-    if (tensors_.block_table) expect_blocks_apart();
+    if (tensors_.block_table) expect_places_apart();
     read_rotary(k);
     positions_ = lengths;
     appended_ = true;
@@ -141,10 +146,11 @@ class Cache : public Call {
       const int64_t count = new_tokens(b, q);
       p.Lq = std::max(p.Lq, count);
       p.Lk = std::max(p.Lk, totals[b]);
+      if (!tensors_.ring) expect_room(b, totals[b], 0);
       query_positions_[b] = totals[b] - count;
-      ATTN_EXT_EXPECT(cos_.numel() == 0 || count == 0 || query_positions_[b] >= 0, op, "sequence ", b, ": ", count,
-                      " queries at the end of ", totals[b],
-                      " keys begin before position 0, which rotary has no angle for");
+      ATTN_EXT_EXPECT_PLACE(!rotates() || count == 0 || query_positions_[b] >= 0, op, "sequence ", b, ": ", count,
+                            " queries at the end of ", totals[b],
+                            " keys begin before position 0, which rotary has no angle for");
       if (count == 0) continue;
       const int64_t left = p.window_left == kUnbounded ? totals[b] : p.window_left;
       const int64_t oldest = std::max<int64_t>(0, totals[b] - count - left);  // the first key that is seen
@@ -192,10 +198,8 @@ class Cache : public Call {
   int64_t new_tokens(size_t b, const Tensor& t) const { return packed ? cu[b + 1] - cu[b] : t.size(2); }
 
   void expect_room(size_t b, int64_t position, int64_t count) const {
-    if (position <= capacity && count <= capacity - position) return;
-    throw std::out_of_range("attn_ext." + std::string(op) + ": sequence " + std::to_string(b) + ": " +
-                            std::to_string(count) + " new tokens at position " + std::to_string(position) +
-                            " do not fit into the cache's capacity of " + std::to_string(capacity));
+    ATTN_EXT_EXPECT_PLACE(position <= capacity && count <= capacity - position, op, "sequence ", b, ": ", count,
+                          " tokens at position ", position, " do not fit into the cache's capacity of ", capacity);
   }
 
   void expect_tokens(const char* name, const Tensor& t, int64_t count, int64_t width) const {
@@ -204,11 +208,12 @@ class Cache : public Call {
     ATTN_EXT_EXPECT(cached == ScalarType::Char ? is_float(type) : type == cached, op, name, " must be ",
                     cached == ScalarType::Char ? "a float tensor" : dtype_name(cached), " for a cache of ",
                     dtype_name(cached), ", not ", dtype_name(type));
-    const std::string wanted = packed ? "(" + std::to_string(cu.back()) + ", " : "(" + std::to_string(batch[1]) + ", ";
-    const bool fits = packed ? t.dim() == 3 && t.size(0) == cu.back() && t.size(1) == count && t.size(2) == width
-                             : t.dim() == 4 && t.size(0) == batch[1] && t.size(1) == count && t.size(3) == width;
-    ATTN_EXT_EXPECT(fits, op, name, " must be ", wanted, count, packed ? ", " : ", tokens, ", width, ") for ", came(),
-                    ", not ", shape_string(t));
+    const bool shaped = packed ? t.dim() == 3 : t.dim() == 4 && t.size(0) == batch[1];
+    ATTN_EXT_EXPECT(shaped && t.size(1) == count && t.size(t.dim() - 1) == width, op, name, " must be ",
+                    packed ? "packed, (total, " : "(" + std::to_string(batch[1]) + ", ", count,
+                    packed ? ", " : ", tokens, ", width, ") for ", came(), ", not ", shape_string(t));
+    ATTN_EXT_EXPECT(!packed || t.size(0) == cu.back(), op, "cu_seqlens must end with the ", t.size(0), " rows of ",
+                    name, ", not with ", packed ? cu.back() : 0);
     expect_addressable(name, t);
   }
 
@@ -222,7 +227,7 @@ class Cache : public Call {
     int64_t reach = 0;  // of the dims so far
     for (const auto& [stride, size] : dims) {
       ATTN_EXT_EXPECT(stride > reach, op, name, " ", shape_string(t),
-                      " has several elements at one address (it was expanded), so it cannot be written to");
+                      " holds several elements in the same memory (it was expanded), and cannot be written to");
       reach += stride * (size - 1);
     }
   }
@@ -256,25 +261,33 @@ class Cache : public Call {
     const int64_t pool = tensors_.k.size(0), page = layout_.page_size;
     for (int64_t n = begin / page; n * page < end; ++n) {
       const int32_t block = table_[b * static_cast<size_t>(layout_.table_stride) + static_cast<size_t>(n)];
-      ATTN_EXT_EXPECT(block >= 0 && block < pool, op, "block_table[", b, ", ", n, "] must name one of the ", pool,
-                      " blocks for positions ", n * page, " to ", std::min((n + 1) * page, end) - 1, ", not ", block);
+      ATTN_EXT_EXPECT_PLACE(block >= 0 && block < pool, op, "sequence ", b, ": block_table[", b, ", ", n,
+                            "] must name one of the ", pool, " blocks for positions ", n * page, " to ",
+                            std::min((n + 1) * page, end) - 1, ", not ", block);
     }
   }
 
-  // That no block is written for two sequences.
-  void expect_blocks_apart() const {
-    std::vector<std::pair<int32_t, size_t>> written;  // block, sequence
+  // That no place is written for two sequences.
+  void expect_places_apart() const {
+    struct Stretch {
+      int64_t begin, end;  // places of the pool
+      size_t b;
+    };
+    std::vector<Stretch> written;
+    const int64_t page = layout_.page_size;
     for (size_t b = 0; b < totals.size(); ++b) {
-      if (totals[b] == lengths[b]) continue;
-      for (int64_t n = lengths[b] / layout_.page_size; n * layout_.page_size < totals[b]; ++n) {
-        written.emplace_back(table_[b * static_cast<size_t>(layout_.table_stride) + static_cast<size_t>(n)], b);
+      for (int64_t at = lengths[b]; at < totals[b];) {
+        const int64_t n = at / page, end = std::min(totals[b], (n + 1) * page);
+        const int64_t block = table_[b * static_cast<size_t>(layout_.table_stride) + static_cast<size_t>(n)];
+        written.push_back({block * page + at % page, block * page + at % page + (end - at), b});
+        at = end;
       }
     }
-    std::sort(written.begin(), written.end());
+    std::sort(written.begin(), written.end(), [](const Stretch& x, const Stretch& y) { return x.begin < y.begin; });
     for (size_t n = 1; n < written.size(); ++n) {
-      ATTN_EXT_EXPECT(written[n].first != written[n - 1].first, op, "block ", written[n].first,
-                      " would be written twice, for sequence ", written[n - 1].second, " and sequence ",
-                      written[n].second, "; sequences that share a block need a copy of it first");
+      ATTN_EXT_EXPECT(written[n].begin >= written[n - 1].end, op, "block ", written[n].begin / page,
+                      " would be written twice in the same place, for sequence ", written[n - 1].b, " and sequence ",
+                      written[n].b, "; sequences that share a block need copies of it first");
     }
   }
 
@@ -306,11 +319,11 @@ class Cache : public Call {
 
   // The tables of cosines and sines, for tokens of the dtype of `like` up to the last position.
   void read_rotary(const Tensor& like) {
-    ATTN_EXT_EXPECT(tensors_.cos.has_value() == tensors_.sin.has_value(), op, "cos and sin must be given together");
+    ATTN_EXT_EXPECT(tensors_.cos.has_value() == tensors_.sin.has_value(), op, "rotary needs cos and sin together");
     if (!tensors_.cos) return;
     cos_ = *tensors_.cos;
     sin_ = *tensors_.sin;
-    for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"cos", cos_}, {"sin", sin_}}) {
+    for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"rotary cos", cos_}, {"rotary sin", sin_}}) {
       expect_cpu(op, name, t);
       ATTN_EXT_EXPECT(t.scalar_type() == statistics_dtype(like), op, name, " must be ",
                       dtype_name(statistics_dtype(like)), ", not ", dtype_name(t.scalar_type()));
@@ -319,10 +332,10 @@ class Cache : public Call {
                       shape_string(t));
     }
     ATTN_EXT_EXPECT(cos_.size(0) == sin_.size(0) && cos_.size(1) == sin_.size(1), op,
-                    "cos and sin must have one shape, not ", shape_string(cos_), " and ", shape_string(sin_));
+                    "rotary cos and sin must have one shape, not ", shape_string(cos_), " and ", shape_string(sin_));
     for (size_t b = 0; b < totals.size(); ++b) {
-      ATTN_EXT_EXPECT(totals[b] <= cos_.size(0), op, "sequence ", b, " reaches position ", totals[b] - 1,
-                      ", and cos and sin have ", cos_.size(0), " positions");
+      ATTN_EXT_EXPECT_PLACE(totals[b] <= cos_.size(0), op, "sequence ", b, " reaches position ", totals[b] - 1,
+                            ", and the rotary tables have ", cos_.size(0), " positions");
     }
     if (cos_.stride(1) != 1) cos_ = contiguous_rows(cos_);
     if (sin_.stride(1) != 1) sin_ = contiguous_rows(sin_);

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from attn_ext._arguments import (
     FLOATS,
-    _check_boundaries,
-    _index,
+    check_boundaries,
     compiling,
     expect_tensor,
+    index_of,
     integer_tensor,
     read_indices,
 )
@@ -387,7 +387,7 @@ class BaseCache(abc.ABC):
                 f"not {tuple(cu_seqlens.shape)}"
             )
         ends = cu_seqlens.tolist()
-        _check_boundaries(op, "cu_seqlens", ends, "k", n)
+        check_boundaries(op, "cu_seqlens", ends, "k", n)
         return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
     def _advance(self, k: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -398,11 +398,11 @@ class BaseCache(abc.ABC):
         if isinstance(lengths, Tensor):
             integer_tensor(op, "lengths", lengths)
             lengths = lengths.tolist()
-        one = _index(lengths)
+        one = index_of(lengths)
         if one is not None:
             return [one] * self.batch
         try:
-            found = [_index(n) for n in lengths]
+            found = [index_of(n) for n in lengths]
         except TypeError:  # nothing that can be gone through
             raise TypeError(
                 f"attn_ext.{op}: lengths must be an integer or a sequence of them, not {type(lengths).__name__}"
@@ -426,7 +426,7 @@ class BaseCache(abc.ABC):
         return f"{type(self).__name__}.{method}"
 
     def _size(self, name: str, size: Any, *, at_least: int = 1) -> int:
-        found = _index(size)
+        found = index_of(size)
         if found is None:
             raise TypeError(f"attn_ext.{type(self).__name__}: {name} must be an integer, not {size!r}")
         if found < at_least:
