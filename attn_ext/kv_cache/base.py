@@ -391,7 +391,7 @@ class BaseCache(abc.ABC):
         return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
     def _advance(self, k: Tensor, cu_seqlens: Tensor | None) -> None:
-        # In place, also under torch.compile: the tensor that its guards know stays the same one.
+        # In place: whoever holds this tensor, a compiled step or a captured graph, sees it move along.
         self.lengths.add_(k.shape[-2] if cu_seqlens is None else cu_seqlens.diff())
 
     def _read_lengths(self, op: str, lengths: Any) -> list[int]:
