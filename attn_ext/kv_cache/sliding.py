@@ -178,8 +178,10 @@ class SlidingKVCache(BaseCache):
             sizes.append(min(at_once, most - sum(sizes)))
         return sizes
 
-    def _expect_rotary_rows(self, op: str, counts: Sequence[int], rotary: tuple[Tensor, Tensor]) -> None:
+    def _expect_rotary_rows(self, op: str, counts: Sequence[int], rotary: Any) -> None:
         """Raises IndexError where the tables would not suffice for the last piece: no piece is to be stored then."""
+        if not (isinstance(rotary, (tuple, list)) and all(isinstance(t, Tensor) and t.dim() for t in rotary)):
+            return  # the operator says what is wrong before the first piece is stored
         rows = min(t.shape[0] for t in rotary)
         for b, (n, length) in enumerate(zip(counts, self.lengths.tolist(), strict=True)):
             if n and length + n > rows:

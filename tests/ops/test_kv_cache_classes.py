@@ -605,13 +605,14 @@ def test_a_sliding_cache_is_cut_only_as_far_as_its_keys_are_there() -> None:
         ({"window": (4, 0)}, "window"),
         ({"window": (None, 0)}, "window"),
         ({"window": None, "rotary": (torch.ones(20, 4), torch.zeros(20, 4))}, "rotary"),
+        ({"rotary": torch.ones(2, 20, 4)}, "rotary"),
     ],
 )
 def test_a_sliding_cache_refuses_before_the_first_piece(options: dict[str, Any], message: str) -> None:
     cache = SlidingKVCache(2, 2, 8, window=4, capacity=6)
     before = state(cache)
     q, k, v = stacked(some([30, 30]), 0, 30)
-    with pytest.raises((ValueError, IndexError), match=message):
+    with pytest.raises((ValueError, IndexError, TypeError), match=message):
         cache.attend(q, k, v, **options)
     with pytest.raises(ValueError, match="one query for each"):
         cache.attend(q[:, :, :1], k, v)
