@@ -124,7 +124,7 @@ def attention_with_kv_cache(
         total = length + (0 if stored is None else stored[b].count)
         first = total if Lq == 0 else 0 if left is None else max(0, total - Lq - left)
         cache.expect_room(op, b, length, total - length)
-        if ring and first + 1 < total - cache.capacity:
+        if ring and first < total - cache.capacity:
             raise ValueError(
                 f"attn_ext.{op}: sequence {b}: the ring of {cache.capacity} places holds the positions from "
                 f"{total - cache.capacity} on, and the queries may see keys from position {first} on; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -88,16 +89,16 @@ class KVCache(BaseCache):
     def _room_for(self, op: str, counts: Sequence[int] | None) -> Room:
         if counts is None or not any(counts):
             return Room(self._storage)
-        needed = 0
-        for b, (n, length) in enumerate(zip(counts, self.lengths.tolist(), strict=True)):
+        lengths = self.lengths.tolist()
+        needed = max(map(operator.add, lengths, counts))
+        if needed <= self.capacity:
+            return Room(self._storage)
+        for b, (n, length) in enumerate(zip(counts, lengths, strict=True)):
             if self.max_capacity is not None and length + n > self.max_capacity:
                 raise IndexError(
                     f"attn_ext.{op}: sequence {b}: {n} tokens at position {length} need {length + n} places, "
                     f"and max_capacity is {self.max_capacity}"
                 )
-            needed = max(needed, length + n)
-        if needed <= self.capacity:
-            return Room(self._storage)
         grown = max(needed, 2 * self.capacity)
         return Room(self._grown(grown if self.max_capacity is None else min(grown, self.max_capacity)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -226,7 +225,7 @@ class PagedKVCache(BaseCache):
         block, all but the last to come get a copy.
         """
         places: list[tuple[int, int]] = []
-        left: Counter[int] = Counter()  # owners that a block loses by this call
+        left: dict[int, int] = {}  # owners that a block loses by this call
         free = len(self._free)
         if self.max_blocks is not None:
             free += self.max_blocks - self.num_blocks
@@ -235,9 +234,10 @@ class PagedKVCache(BaseCache):
             blocks = self._blocks[b]
             for i in range(length // self.page_size, self._pages(length + n)) if n else ():
                 if i < len(blocks):
-                    if self._owners[blocks[i]] - left[blocks[i]] == 1:
+                    lost = left.get(blocks[i], 0)
+                    if self._owners[blocks[i]] - lost == 1:
                         continue
-                    left[blocks[i]] += 1
+                    left[blocks[i]] = lost + 1
                 places.append((b, i))
             if self.max_blocks is not None and len(places) > free and short is None:
                 short = (b, n, length)

@@ -114,8 +114,7 @@ class SlidingKVCache(BaseCache):
                 f"below {self.window}, not {window}"
             )
         rest = {"window": (left, right), "return_lse": return_lse, "rotary": rotary, **options}
-        counts = None if k is None or v is None else self._count(op, k, v, cu_seqlens)
-        sizes = [] if k is None else self._piece_sizes(k, counts, cu_seqlens, left)
+        sizes = self._piece_sizes(op, k, v, cu_seqlens, left)
         if k is None or v is None or len(sizes) <= 1:
             self._expect_held(op, q, k, cu_seqlens, left)
             return super().attend(q, k, v, cu_seqlens=cu_seqlens, **rest)
@@ -127,8 +126,8 @@ class SlidingKVCache(BaseCache):
                 f"attn_ext.{op}: a chunk that is fed in pieces needs one query for each new token, "
                 f"not q {tuple(q.shape)} and k {tuple(k.shape)}"
             )
-        if counts is not None and rotary is not None:
-            self._expect_rotary_rows(op, counts, rotary)
+        if rotary is not None and not compiling():
+            self._expect_rotary_rows(op, self._count(op, k, v, cu_seqlens) or [], rotary)
         found, order = [], []
         for rows, cu in _pieces(sizes, cu_seqlens, q.device):
             piece = (x.index_select(tokens, rows) for x in (q, k, v))
@@ -158,28 +157,30 @@ class SlidingKVCache(BaseCache):
 
     # --- a chunk in pieces ----------------------------------------------------------------------------------------
 
-    def _piece_sizes(
-        self, k: Tensor, counts: Sequence[int] | None, cu_seqlens: Tensor | None, left: int
-    ) -> list[int]:
+    def _piece_sizes(self, op: str, k: Any, v: Any, cu_seqlens: Tensor | None, left: int) -> list[int]:
         """How many tokens of each sequence go into each piece: first what fills free slots, then left + n = capacity.
 
         While compiling the lengths of packed sequences are not known, and all tokens make one piece, which the operator
         refuses if it is too long.
         """
-        at_once = self.capacity - left
-        if counts is None:
-            most = k.shape[-2] if cu_seqlens is None else 0
-            sizes = []
-        else:
-            most = max(counts, default=0)
-            filling = self.capacity - self.max_length
+        if v is None or not isinstance(k, Tensor) or k.dim() < 3:
+            return []  # nothing, or what will be refused
+        most, at_once = k.shape[-2 if cu_seqlens is None else 0], self.capacity - left
+        if most <= at_once or (compiling() and cu_seqlens is not None):
+            return [most]
+        sizes = []
+        counts = self._count(op, k, v, cu_seqlens)
+        if counts is not None:
+            most, filling = max(counts, default=0), self.capacity - self.max_length
             sizes = [min(filling, most)] if filling > at_once else []
         while sum(sizes) < most:
             sizes.append(min(at_once, most - sum(sizes)))
         return sizes
 
-    def _expect_rotary_rows(self, op: str, counts: Sequence[int], rotary: tuple[Tensor, Tensor]) -> None:
+    def _expect_rotary_rows(self, op: str, counts: Sequence[int], rotary: Any) -> None:
         """Raises IndexError where the tables would not suffice for the last piece: no piece is to be stored then."""
+        if not (isinstance(rotary, (tuple, list)) and all(isinstance(t, Tensor) and t.dim() for t in rotary)):
+            return  # the operator says what is wrong before the first piece is stored
         rows = min(t.shape[0] for t in rotary)
         for b, (n, length) in enumerate(zip(counts, self.lengths.tolist(), strict=True)):
             if n and length + n > rows:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import attn_ext
 from attn_ext import KVCache, PagedKVCache, SlidingKVCache
+from attn_ext.kv_cache import base
 
 WINDOW = 4
 KINDS: dict[str, Callable[..., Any]] = {
@@ -288,7 +289,8 @@ def test_it_works_in_and_out_of_inference_mode(kind: str) -> None:
         with torch.inference_mode(inside):
             cache = KINDS[kind]() if cache is None else cache
             out = cache.attend(q, k, v)
-            cache.reorder([0, 1])
+            if start:  # what was made inside is used outside, before and after it has been made anew
+                cache.reorder([0, 1])
         assert_same_bits(out.clone(), expected.attend(q, k, v), kind)
     cache.truncate(28)
 
@@ -414,7 +416,7 @@ def test_no_sequence_outgrows_the_limit_and_the_others_are_left_alone() -> None:
     cache.append(k, v, cu_seqlens=cu)
     before = state(cache)
     q, k, v = stacked(some([3, 3, 3]), 0, 3)
-    message = r"sequence 1: 3 tokens at position 6 need 9 places.*8"
+    message = r"sequence 1: 3 tokens at position 6 need 9 places, and max_capacity is 8"
     with pytest.raises(IndexError, match=message):
         cache.append(k, v)
     with pytest.raises(IndexError, match=message):
@@ -586,10 +588,10 @@ def test_a_sliding_cache_is_cut_only_as_far_as_its_keys_are_there() -> None:
     q = make((2, 4, 2, 8))
     cache.attend(q[:, :, :1])
     cache.truncate([13, 8])
-    with pytest.raises(
-        ValueError, match="sequence 1: 2 queries up to position 7.*from position 4 on.*from 6 on"
-    ):
-        cache.attend(q)
+    for n, first in ((1, 5), (2, 4)):
+        message = f"sequence 1: {n} queries up to position 7.*from position {first} on.*from 6 on"
+        with pytest.raises(ValueError, match=message):
+            cache.attend(q[:, :, :n])
     cache.truncate(0)
     append_numbers(cache, [[1.0, 2.0], [3.0, 4.0]])
     cache.truncate(1)
@@ -603,17 +605,32 @@ def test_a_sliding_cache_is_cut_only_as_far_as_its_keys_are_there() -> None:
         ({"window": (4, 0)}, "window"),
         ({"window": (None, 0)}, "window"),
         ({"window": None, "rotary": (torch.ones(20, 4), torch.zeros(20, 4))}, "rotary"),
+        ({"rotary": torch.ones(2, 20, 4)}, "rotary"),
     ],
 )
 def test_a_sliding_cache_refuses_before_the_first_piece(options: dict[str, Any], message: str) -> None:
     cache = SlidingKVCache(2, 2, 8, window=4, capacity=6)
     before = state(cache)
     q, k, v = stacked(some([30, 30]), 0, 30)
-    with pytest.raises((ValueError, IndexError), match=message):
+    with pytest.raises((ValueError, IndexError, TypeError), match=message):
         cache.attend(q, k, v, **options)
     with pytest.raises(ValueError, match="one query for each"):
         cache.attend(q[:, :, :1], k, v)
     assert state(cache) == before
+
+
+def test_a_prompt_fills_the_free_slots_of_a_ring_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, operator = [], base.attention_with_kv_cache
+
+    def counting(q: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(q.shape[2])
+        return operator(q, *args, **options)
+
+    monkeypatch.setattr(base, "attention_with_kv_cache", counting)
+    cache = SlidingKVCache(2, 2, 8, window=4, capacity=12)
+    cache.attend(*stacked(some([30, 30]), 0, 2))
+    cache.attend(*stacked(some([30, 30]), 2, 30))
+    assert sizes == [2, 10, 9, 9]
 
 
 def test_a_ring_below_its_window_is_refused() -> None:
@@ -639,7 +656,7 @@ def test_a_compiled_step_has_no_breaks_and_is_not_compiled_again(
     cache = KINDS[kind](quantized=quantized)
     cache.append(*stacked(some([3, 3]), 0, 3)[1:])
     cache.reserve(30)
-    expected = copy.deepcopy(cache)
+    expected, lengths = copy.deepcopy(cache), cache.lengths
 
     def step(cache: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return cache.attend(q, k, v, softcap=5.0)
@@ -651,6 +668,7 @@ def test_a_compiled_step_has_no_breaks_and_is_not_compiled_again(
         with torch._dynamo.config.patch(error_on_recompile=n > 1):
             out = fast(cache, q, k, v)
         assert_same_bits(out, expected.attend(q, k, v, softcap=5.0), f"token {n}")
+    assert cache.lengths is lengths  # moved along in place
     assert cache.lengths.tolist() == [23, 23] and torch.equal(cache.k, expected.k)
     assert torch.equal(cache.v, expected.v)
 
