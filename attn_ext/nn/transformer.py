@@ -298,7 +298,7 @@ class TransformerDecoderBlock(nn.Module):
             return cache.source
         if encoder_output is None:
             raise ValueError(
-                "TransformerDecoderBlock: the first call with a cache needs encoder_output, whose keys and values it stores"
+                "TransformerDecoderBlock: a first call with a cache needs encoder_output, to store its keys and values"
             )
         batch, width = cache.batch, self.cross_attn.kdim
         if encoder_output.dim() != 3 or encoder_output.shape[0] != batch or encoder_output.shape[2] != width:
@@ -411,7 +411,7 @@ class TransformerEncoder(nn.Module):
             "causal": causal, "key_lengths": key_lengths, "bias": bias, "positions": positions,
             "cu_seqlens": cu_seqlens,
         }  # fmt: skip
-        caches = _one_a_layer("TransformerEncoder", cache, len(self.layers))
+        caches = one_a_layer("TransformerEncoder", cache, len(self.layers))
         if not need_weights:
             for layer, layer_cache in zip(self.layers, caches, strict=True):
                 x = layer(x, mask, **options, cache=layer_cache)
@@ -519,7 +519,7 @@ class TransformerDecoder(nn.Module):
             "key_lengths": key_lengths, "encoder_lengths": encoder_lengths, "positions": positions,
             "need_weights": need_weights, "cu_seqlens": cu_seqlens,
         }  # fmt: skip
-        caches = _one_a_layer("TransformerDecoder", cache, len(self.layers))
+        caches = one_a_layer("TransformerDecoder", cache, len(self.layers))
         weights = []
         for layer, layer_cache in zip(self.layers, caches, strict=True):
             x = layer(x, encoder_output, causal_mask, padding_mask, **options, cache=layer_cache)
@@ -550,7 +550,7 @@ def make_norm(
     raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
 
 
-def _one_a_layer(who: str, cache: Sequence[Any] | None, num_layers: int) -> Sequence[Any]:
+def one_a_layer(who: str, cache: Sequence[Any] | None, num_layers: int) -> Sequence[Any]:
     """The caches of the blocks; None for each where there are none."""
     if cache is None:
         return [None] * num_layers
