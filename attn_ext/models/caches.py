@@ -6,10 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from .._arguments import compiling
 from ..kv_cache import BaseCache, DecoderCache, KVCache, PagedKVCache, SlidingKVCache
 
-__all__ = ["KINDS", "expect_fresh", "new_caches", "reserve"]
+__all__ = [
+    "KINDS",
+    "cache_dtype",
+    "expect_fresh",
+    "expect_positions",
+    "expect_tokens",
+    "kind_for",
+    "new_caches",
+    "reserve",
+]
 
 KINDS = ("contiguous", "paged", "sliding")
 
@@ -58,6 +69,11 @@ def new_caches(
     return [PagedKVCache(batch, **options, page_size=page_size, num_blocks=blocks) for _ in range(num_layers)]
 
 
+def kind_for(num_beams: int, kind: str | None) -> str:
+    """The kind that was asked for; otherwise beams get blocks, which they share instead of copying."""
+    return kind or ("paged" if num_beams > 1 else "contiguous")
+
+
 def expect_fresh(who: str, caches: Sequence[BaseCache | DecoderCache], batch: int) -> None:
     """Raises ValueError unless the caches are empty and of `batch` sequences."""
     for layer, cache in enumerate(caches):
@@ -90,7 +106,39 @@ def reserve(who: str, caches: Sequence[BaseCache | DecoderCache], lengths: Seque
                 )
 
 
-def cache_dtype(weight: torch.Tensor) -> torch.dtype:
+def expect_tokens(
+    who: str, tokens: Tensor, cu_seqlens: Tensor | None, cache: BaseCache | DecoderCache
+) -> None:
+    """Raises ValueError unless tokens are (B, n), or (total,) with cu_seqlens, for the sequences of the cache."""
+    batch = cache.batch
+    if cu_seqlens is None:
+        fits, expected = tokens.dim() == 2 and tokens.shape[0] == batch, f"({batch}, n)"
+        found = f"{tuple(tokens.shape)}"
+    else:
+        fits = tokens.dim() == 1 and tuple(cu_seqlens.shape) == (batch + 1,)
+        expected = f"(total,) with cu_seqlens ({batch + 1},)"
+        found = f"{tuple(tokens.shape)} with {tuple(cu_seqlens.shape)}"
+    if not fits:
+        raise ValueError(f"{who}: expected tokens {expected} for caches of {batch} sequences, got {found}")
+
+
+def expect_positions(
+    who: str, tokens: Tensor, cu_seqlens: Tensor | None, cache: BaseCache | DecoderCache, max_len: int
+) -> None:
+    """Raises ValueError where a sequence would become longer than the model can read (unseen by compiled code)."""
+    if compiling() or not cache.batch:
+        return
+    after = cache.lengths + (tokens.shape[1] if cu_seqlens is None else cu_seqlens.diff())
+    if int(after.max()) > max_len:
+        row = int(after.argmax())
+        held, needed = int(cache.lengths[row]), int(after[row])
+        raise ValueError(
+            f"{who}: sequence {row}: {needed - held} tokens at position {held} need {needed} positions, "
+            f"and max_len is {max_len}"
+        )
+
+
+def cache_dtype(weight: Tensor) -> torch.dtype:
     """Of the keys and values that a model with such weights makes: autocast's where it is on."""
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

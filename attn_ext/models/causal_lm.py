@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._arguments import compiling
 from ..kv_cache import BaseCache, SlidingKVCache
 from ..nn import RotaryEmbedding, TransformerEncoder
 from ..nn.positional import next_positions, table_dtype
 from ..nn.transformer import one_a_layer
-from .caches import cache_dtype, expect_fresh, new_caches, reserve
+from .caches import cache_dtype, expect_fresh, expect_positions, expect_tokens, kind_for, new_caches, reserve
 from .generation import Decoding, decode, one_each, read_prompt, writing
 from .saving import Saveable
 
@@ -285,10 +284,9 @@ class CausalLM(Saveable):
     def _fresh_caches(
         self, who: str, cache: str | Sequence[BaseCache] | None, needed: Sequence[int], num_beams: int
     ) -> Sequence[BaseCache]:
-        if cache is None:
-            cache = "paged" if num_beams > 1 else "contiguous"
-        if isinstance(cache, str):
-            return self.new_cache(len(needed), min(max(needed, default=1), self.max_len), kind=cache)
+        if cache is None or isinstance(cache, str):
+            capacity = min(max(needed, default=1), self.max_len)
+            return self.new_cache(len(needed), capacity, kind=kind_for(num_beams, cache))
         one_a_layer(who, cache, len(self.blocks.layers))
         expect_fresh(who, cache, len(needed))
         return cache
@@ -311,7 +309,9 @@ class CausalLM(Saveable):
         """forward without the output map."""
         if cache is not None:
             one_a_layer("CausalLM", cache, len(self.blocks.layers))
-            self._check_cached(tokens, cache, cu_seqlens)
+            expect_tokens("CausalLM", tokens, cu_seqlens, cache[0])
+            if not self._endless(cache):
+                expect_positions("CausalLM", tokens, cu_seqlens, cache[0], self.max_len)
         elif tokens.dim() != 2 or tokens.shape[1] > self.max_len:
             raise ValueError(
                 f"CausalLM: expected tokens (B, at most {self.max_len}), got {tuple(tokens.shape)}"
@@ -338,31 +338,6 @@ class CausalLM(Saveable):
         return self.position_embedding is None and all(
             isinstance(c, SlidingKVCache) and c.window <= self.max_len for c in cache
         )
-
-    def _check_cached(self, tokens: Tensor, cache: Sequence[BaseCache], cu_seqlens: Tensor | None) -> None:
-        batch = cache[0].batch
-        if cu_seqlens is None:
-            fits, expected = tokens.dim() == 2 and tokens.shape[0] == batch, f"({batch}, n)"
-        else:
-            fits = tokens.dim() == 1 and tuple(cu_seqlens.shape) == (batch + 1,)
-            expected = f"(total,) and cu_seqlens ({batch + 1},)"
-        if not fits:
-            found = "" if cu_seqlens is None else f" and {tuple(cu_seqlens.shape)}"
-            raise ValueError(
-                f"CausalLM: expected tokens {expected} for caches of {batch} sequences, "
-                f"got {tuple(tokens.shape)}{found}"
-            )
-        if compiling() or not batch or self._endless(cache):
-            return
-        counts = tokens.shape[1] if cu_seqlens is None else cu_seqlens.diff()
-        after = cache[0].lengths + counts
-        if int(after.max()) > self.max_len:
-            row = int(after.argmax())
-            held = int(cache[0].lengths[row])
-            raise ValueError(
-                f"CausalLM: sequence {row}: {int(after[row]) - held} tokens at position {held} need {int(after[row])} "
-                f"positions, and max_len is {self.max_len}"
-            )
 
     def _positions_like(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         batch, length = tokens.shape

@@ -332,12 +332,15 @@ class Prompt(NamedTuple):
     lengths: list[int]  # tokens of each row
 
 
-def read_prompt(who: str, tokens: Tensor, mask: Tensor | None, vocab_size: int) -> Prompt:
+def read_prompt(
+    who: str, tokens: Tensor, mask: Tensor | None, vocab_size: int, *, name: str = "tokens"
+) -> Prompt:
     """Check a batch of prompts and leave out what the mask says is padding.
 
     Args:
         tokens: (B, L) integers; what they are in padding does not matter.
         mask: (B, L) bool, True = token; None where there is no padding.
+        name: what the tokens are called in messages.
 
     Raises:
         TypeError: tokens that are no integers, a mask that is not bool.
@@ -345,9 +348,9 @@ def read_prompt(who: str, tokens: Tensor, mask: Tensor | None, vocab_size: int) 
     """
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
         found = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise TypeError(f"{who}: tokens must be a tensor of int32 or int64, got {found}")
+        raise TypeError(f"{who}: {name} must be a tensor of int32 or int64, got {found}")
     if tokens.dim() != 2:
-        raise ValueError(f"{who}: tokens must be (B, L), got {tuple(tokens.shape)}")
+        raise ValueError(f"{who}: {name} must be (B, L), got {tuple(tokens.shape)}")
     batch, length = tokens.shape
     lengths = [length] * batch
     cu_seqlens = None
@@ -366,7 +369,7 @@ def read_prompt(who: str, tokens: Tensor, mask: Tensor | None, vocab_size: int) 
             raise ValueError(f"{who}: row {row} has no token to begin with")
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         raise ValueError(
-            f"{who}: tokens must be 0 to {vocab_size - 1}, got {int(tokens.min())} to {int(tokens.max())}"
+            f"{who}: {name} must be 0 to {vocab_size - 1}, got {int(tokens.min())} to {int(tokens.max())}"
         )
     return Prompt(tokens, cu_seqlens, lengths)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_ext._arguments import compiling
-from attn_ext.kv_cache import BaseCache, SlidingKVCache
+from attn_ext.kv_cache import BaseCache, PagedKVCache, SlidingKVCache
 from attn_ext.nn.positional import RotaryEmbedding, table_dtype
 from attn_ext.ops import attention
 
@@ -314,12 +314,10 @@ class MultiHeadAttention(nn.Module):
         """The cache turns queries and keys itself, by tables that reach as far as the positions will."""
         if self.rotary is None:
             return {}
-        if compiling():  # lengths cannot be read; but nothing is stored past the capacity, except in a ring
-            rows = 0 if isinstance(cache, SlidingKVCache) else cache.capacity
-        elif k is None:
-            rows = cache.max_length
-        else:
-            rows = cache.max_length + (k.shape[2] if cu_seqlens is None else _longest(cu_seqlens))
+        rows = _reachable(cache)
+        if not compiling():  # which cannot read lengths, nor let a cache grow
+            new = 0 if k is None else k.shape[2] if cu_seqlens is None else _longest(cu_seqlens)
+            rows = max(rows, cache.max_length + new)
         dtype = table_dtype(cache.dtype)
         return {
             "rotary": self.rotary.tables(rows, dtype=dtype, device=cache.device),
@@ -392,6 +390,15 @@ class MultiHeadAttention(nn.Module):
 def _heads_for_cache(heads: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
     """(B, L, h, d_k) → (B, h, L, d_k); packed ones, (total, h, d_k), are as a cache takes them."""
     return heads if cu_seqlens is not None else tuple(x.transpose(1, 2) for x in heads)
+
+
+def _reachable(cache: BaseCache) -> int:
+    """Positions that a cache could store without growing; in a ring they have no end, and 0 stands for that."""
+    if isinstance(cache, SlidingKVCache):
+        return 0
+    if isinstance(cache, PagedKVCache):
+        return cache.block_table.shape[1] * cache.page_size
+    return cache.capacity
 
 
 def _longest(cu_seqlens: Tensor) -> int:
