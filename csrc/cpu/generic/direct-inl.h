@@ -31,13 +31,13 @@ inline constexpr int kDirectVecs = MR == 1   ? 8
 // acc += weights · v for MR rows and K evenly spaced keys, from one column on; NV vectors at a time, then fewer.
 template <class T, int MR, int NV, class Storage>
 inline void direct_columns(int64_t column, int64_t Dv, int64_t K, const T* weights, int64_t ld, const Storage* v,
-                           int64_t stride, const char* const* ahead, T* acc) {
-  constexpr int64_t kLineNumbers = static_cast<int64_t>(kCacheLine / sizeof(Storage));
+                           int64_t stride, const Storage* ahead, T* acc) {
+  constexpr int64_t size = sizeof(Storage);
   for (; column + NV * Vec<T>::N <= Dv; column += NV * Vec<T>::N) {
-    for (int64_t c = round_up_to(column, kLineNumbers); c < column + NV * Vec<T>::N; c += kLineNumbers) {
-      for (int64_t k = 0; k < K; ++k) __builtin_prefetch(reinterpret_cast<const Storage*>(ahead[k]) + c);
-    }
-    tile<T, MR, NV, Start::from_c, Along::k>(K, weights, ld, v + column, stride, acc + column, Dv);
+    // In the order of memory where rows lie end to end: that is what memory is quick at.
+    Ahead asked{reinterpret_cast<const char*>(ahead + column), stride * size};
+    if (stride == Dv) asked = {reinterpret_cast<const char*>(ahead + column * K), NV * Vec<T>::N * size};
+    tile<T, MR, NV, Start::from_c, Along::k>(K, weights, ld, v + column, stride, acc + column, Dv, asked);
   }
   if constexpr (NV > 1) {
     if (column < Dv) direct_columns<T, MR, NV / 2>(column, Dv, K, weights, ld, v, stride, ahead, acc);
@@ -59,9 +59,10 @@ inline void direct_values(DType dtype, int64_t rows, int64_t Dv, const T* weight
           int64_t end = j + 1;
           for (; end < most && v_rows[end] - v_rows[end - 1] == stride; ++end)
             ;
-          direct_columns<T, MR, kDirectVecs<MR>>(
-              0, Dv, end - j, weights + j, ld, reinterpret_cast<const Storage*>(v_rows[j]),
-              stride / static_cast<int64_t>(sizeof(Storage)), v_rows + j + kPrefetchKeys, acc);
+          direct_columns<T, MR, kDirectVecs<MR>>(0, Dv, end - j, weights + j, ld,
+                                                 reinterpret_cast<const Storage*>(v_rows[j]),
+                                                 stride / static_cast<int64_t>(sizeof(Storage)),
+                                                 reinterpret_cast<const Storage*>(v_rows[j + kPrefetchKeys]), acc);
           j = end;
         }
       });

@@ -168,6 +168,11 @@ class ForwardWorker {
     block_keys_ = end - start;
     find_rows(p_.k, k_rows_);
     if (p_.Dv > 0) find_rows(p_.v, v_rows_);
+    if (by_panel_ && p_.Dv > 0) {
+      // What is asked for at the end of k is the beginning of v, and there the next block's k.
+      std::swap_ranges(k_rows_ + block_keys_, k_rows_ + block_keys_ + kPrefetchKeys, v_rows_ + block_keys_);
+      std::copy(v_rows_, v_rows_ + std::min(kPrefetchKeys, block_keys_), k_rows_ + block_keys_);
+    }
     values_finite_ = true;
     if (!by_panel_) pack_transposed<T>(p_.k, k_rows_, block_keys_, p_.D, k_);
     if (!direct_ && p_.Dv > 0) {
@@ -247,18 +252,32 @@ class ForwardWorker {
 
     // 1. s = q · kᵀ, panel by panel
     for (int64_t panel = first; panel < last; ++panel) {
-      const T* k = k_;
-      if (by_panel_) {
-        pack_transposed<T>(p_.k, k_rows_ + panel * kPanelKeys, std::min(kPanelKeys, block_keys_ - panel * kPanelKeys),
-                           p_.D, k_);
-      } else {
-        k += panel * kPanelKeys * p_.D;
-      }
+      const T* k = k_ + (by_panel_ ? 0 : panel * kPanelKeys * p_.D);
       const int vecs = padded_keys(panel + 1) - panel * kPanelKeys > N ? kTileVecs : 1;
+      // The panel that comes next but one, where its rows lie end to end: one half is asked for while this one is
+      // packed, the other while it is multiplied with the first strip of rows.
+      const char* const* rows_of_k = k_rows_ + panel * kPanelKeys;
+      const int64_t size = size_of(p_.k.dtype), half = kPanelKeys / 2 * p_.D * size;
+      const bool ask = by_panel_ && rows_of_k[1] - rows_of_k[0] == p_.D * size;
+      const char* next = rows_of_k[kPrefetchKeys];
+      if (by_panel_) {
+        const int64_t count = std::min(kPanelKeys, block_keys_ - panel * kPanelKeys);
+        if (ask) {
+          pack_transposed<T>(p_.k, rows_of_k, count, p_.D, k_, Ahead{next, 2 * static_cast<int64_t>(kCacheLine)});
+        } else {
+          pack_transposed<T>(p_.k, rows_of_k, count, p_.D, k_);
+        }
+      }
       for (int64_t r = row_begin, strip = 0; r < row_end; r += MR, ++strip) {
         if (panel < ranges[strip].begin || panel >= ranges[strip].end) continue;
-        multiply<T, Start::zero, Along::k>(std::min<int64_t>(MR, row_end - r), vecs, p_.D, q_ + r * p_.D, p_.D, k,
-                                           vecs * N, scores_ + (r - row_begin) * ld + panel * kPanelKeys, ld);
+        const int64_t rows = std::min<int64_t>(MR, row_end - r);
+        T* x = scores_ + (r - row_begin) * ld + panel * kPanelKeys;
+        if (ask && r == row_begin) {
+          multiply<T, Start::zero, Along::k>(rows, vecs, p_.D, q_ + r * p_.D, p_.D, k, vecs * N, x, ld,
+                                             Ahead{next + half, kPanelKeys / 2 * size});
+        } else {
+          multiply<T, Start::zero, Along::k>(rows, vecs, p_.D, q_ + r * p_.D, p_.D, k, vecs * N, x, ld);
+        }
       }
     }
 

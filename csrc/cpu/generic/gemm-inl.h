@@ -38,9 +38,9 @@ template <class T, int MR, int NV, Along along, bool first, class B>
 }
 
 // A is read at a[r·lda + k] (Along::k) or a[k·lda + r] (Along::rows); B, numbers of T or of what a cache stores, at
-// b[k·ldb …]; C at c[r·ldc …].
-template <class T, int MR, int NV, Start start, Along along, class B>
-inline void tile(int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c, int64_t ldc) {
+// b[k·ldb …]; C at c[r·ldc …]. What is given as `ahead` is asked for on the way.
+template <class T, int MR, int NV, Start start, Along along, class B, class... Asked>
+inline void tile(int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c, int64_t ldc, Asked... ahead) {
   using V = Vec<T>;
   V acc[MR][NV];
   int64_t first = 0;
@@ -57,7 +57,10 @@ inline void tile(int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T*
     first = 1;
   }
 #pragma GCC unroll 4
-  for (int64_t k = first; k < K; ++k) tile_step<T, MR, NV, along, false>(k, a, lda, b, ldb, acc);
+  for (int64_t k = first; k < K; ++k) {
+    tile_step<T, MR, NV, along, false>(k, a, lda, b, ldb, acc);
+    (ahead.template ask<NV * V::N* static_cast<int>(sizeof(B))>(k), ...);
+  }
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 8
@@ -65,22 +68,23 @@ inline void tile(int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T*
   }
 }
 
-template <class T, int NV, Start start, Along along, int MR = kTileRows<T>, class B>
-inline void tile_of(int64_t rows, int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c, int64_t ldc) {
+template <class T, int NV, Start start, Along along, int MR = kTileRows<T>, class B, class... Asked>
+inline void tile_of(int64_t rows, int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c, int64_t ldc,
+                    Asked... ahead) {
   if constexpr (MR > 1) {
-    if (rows < MR) return tile_of<T, NV, start, along, MR - 1>(rows, K, a, lda, b, ldb, c, ldc);
+    if (rows < MR) return tile_of<T, NV, start, along, MR - 1>(rows, K, a, lda, b, ldb, c, ldc, ahead...);
   }
-  tile<T, MR, NV, start, along>(K, a, lda, b, ldb, c, ldc);
+  tile<T, MR, NV, start, along>(K, a, lda, b, ldb, c, ldc, ahead...);
 }
 
 // One strip (at most kTileRows rows) times one panel of B, `vecs` (1 or 2) vectors wide.
-template <class T, Start start, Along along, class B>
+template <class T, Start start, Along along, class B, class... Asked>
 inline void multiply(int64_t rows, int vecs, int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c,
-                     int64_t ldc) {
+                     int64_t ldc, Asked... ahead) {
   if (vecs == kTileVecs) {
-    tile_of<T, kTileVecs, start, along>(rows, K, a, lda, b, ldb, c, ldc);
+    tile_of<T, kTileVecs, start, along>(rows, K, a, lda, b, ldb, c, ldc, ahead...);
   } else {
-    tile_of<T, 1, start, along>(rows, K, a, lda, b, ldb, c, ldc);
+    tile_of<T, 1, start, along>(rows, K, a, lda, b, ldb, c, ldc, ahead...);
   }
 }
 
