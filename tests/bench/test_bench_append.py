@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_support import made_up_result
+from bench_support import made_up_result, quick_timing
 
 import attn_ext
-from bench import append, common, over_length
+from bench import append, common
 from bench.__main__ import main
 from bench.append import Case
 
@@ -20,11 +20,7 @@ ARGUMENTS = ["append", "--seconds", "0.002", "--threads", "1"]
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(append, "LENGTHS", (5, 40))
-    monkeypatch.setattr(common, "WARM_UP_SECONDS", 0.0)
-    honest = over_length.time_runners
-    monkeypatch.setattr(
-        over_length, "time_runners", lambda *args, **options: honest(*args, **{**options, "pause": 0.0})
-    )
+    quick_timing(monkeypatch)
 
 
 def test_every_row_is_right_and_timed(
@@ -52,7 +48,8 @@ def test_every_row_is_right_and_timed(
 
 def test_the_plot_is_a_png(small: None, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
-    assert main([*ARGUMENTS, "--plot", str(tmp_path / "a.png")]) == 0  # six panels: two lines of them
+    rows = ["--rows", "16", "--rows", "fp32"]  # four families: two lines of panels
+    assert main([*ARGUMENTS, *rows, "--plot", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

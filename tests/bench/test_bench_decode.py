@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_support import CEILINGS
+from bench_support import CEILINGS, quick_timing
 from torch import Tensor
 
 import attn_ext
@@ -42,11 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "all_cases", lambda: CASES)
     monkeypatch.setattr(decode, "measure_ceilings", lambda *_: dict(CEILINGS))
     monkeypatch.setattr(decode, "last_level_cache_bytes", lambda: 2**14)
-    monkeypatch.setattr(common, "WARM_UP_SECONDS", 0.0)
-    honest = over_length.time_runners
-    monkeypatch.setattr(
-        over_length, "time_runners", lambda *args, **options: honest(*args, **{**options, "pause": 0.0})
-    )
+    quick_timing(monkeypatch)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
