@@ -13,12 +13,13 @@ from attn_ext import _load  # first: it says in one sentence what keeps the comp
 from attn_ext import backend, masks, nn, reference  # isort: skip
 from attn_ext.cache_ops import attention_with_kv_cache, kv_cache_append_  # isort: skip
 from attn_ext.explain import explain  # isort: skip
-from attn_ext.kv_cache import KVCache, PagedKVCache, SlidingKVCache  # isort: skip
+from attn_ext.kv_cache import DecoderCache, KVCache, PagedKVCache, SlidingKVCache  # isort: skip
 from attn_ext.ops import attention, attention_varlen, attention_weights, scaled_dot_product_attention  # isort: skip
 
 __version__: str = _load._C.build_info()["version"]
 
 __all__ = [
+    "DecoderCache",
     "KVCache",
     "PagedKVCache",
     "SlidingKVCache",

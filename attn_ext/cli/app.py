@@ -8,6 +8,7 @@ import typer
 
 from .demo import demo
 from .embed import embed
+from .generate import generate
 from .heatmap import heatmap
 from .info import info
 from .train_classifier import train_classifier
@@ -46,5 +47,6 @@ app.command()(info)
 app.command()(walkthrough)
 app.command("train-classifier")(train_classifier)
 app.command()(heatmap)
+app.command()(generate)
 app.command()(embed)
 app.command()(demo)

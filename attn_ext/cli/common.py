@@ -26,6 +26,7 @@ from .. import backend
 
 EXIT_CHECK_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # what shells give a program that Ctrl-C ended
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .. import masks
+from ..kv_cache import DecoderCache
 from ..nn import PositionalEncoding, TransformerDecoder, TransformerEncoder
+from ..nn.positional import next_positions
+from ..nn.transformer import one_a_layer
+from .caches import (
+    cache_dtype,
+    expect_fresh,
+    expect_positions,
+    expect_tokens,
+    kind_for,
+    new_caches,
+    reserve,
+)
+from .generation import Decoding, decode, one_each, read_prompt, writing
 from .saving import Saveable
 
 __all__ = ["Seq2SeqTransformer"]
@@ -92,10 +106,146 @@ class Seq2SeqTransformer(Saveable):
         x = self._embedded("source", source, self.source_embedding)
         return self.encoder(x, masks.from_tokens(source, self.pad_idx))
 
-    def decode(self, target: Tensor, encoder_output: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """target (B, Lt), encoder_output (B, Ls, d_model), its mask (B, 1, 1, Ls) → logits (B, Lt, vocabulary)."""
-        x = self._embedded("target", target, self.target_embedding)
-        return self.output(self.decoder(x, encoder_output, None, source_mask))
+    def decode(
+        self,
+        target: Tensor,
+        encoder_output: Tensor | None,
+        source_mask: Tensor | None = None,
+        *,
+        cache: Sequence[DecoderCache] | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """target (B, Lt), encoder_output (B, Ls, d_model), its mask (B, 1, 1, Ls) → logits (B, Lt, vocabulary).
+
+        Args:
+            cache: one for each block, as `new_cache` makes them. The target is then what is new of it; the first call
+                needs encoder_output and its mask, and later ones get None for both.
+            cu_seqlens: with a cache, target may be packed, (total,), and so are the logits.
+
+        Raises:
+            ValueError: tokens that are not (B, L), or more than max_len of them; what `TransformerDecoder` refuses.
+            IndexError: more tokens than the cache may hold.
+        """
+        if cache is None:
+            x = self._embedded("target", target, self.target_embedding)
+        else:
+            who = "Seq2SeqTransformer"
+            one_a_layer(who, cache, len(self.decoder.layers))
+            expect_tokens(who, target, cu_seqlens, cache[0])
+            expect_positions(who, target, cu_seqlens, cache[0], self.positions.pe.shape[1])
+            x = self.target_embedding(target) * math.sqrt(self.d_model)
+            x = self.dropout(self.positions(x, next_positions(cache[0].lengths, target, cu_seqlens)))
+        return self.output(
+            self.decoder(x, encoder_output, None, source_mask, cache=cache, cu_seqlens=cu_seqlens)
+        )
+
+    def new_cache(
+        self,
+        batch: int,
+        capacity: int | None = None,
+        *,
+        kind: str = "contiguous",
+        page_size: int = 16,
+        quantized: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> list[DecoderCache]:
+        """Empty caches, one for each block of the decoder, for `decode` and `generate`.
+
+        Args:
+            batch: how many sequences.
+            capacity: positions of each target that there is room for to begin with.
+            kind: "contiguous" or "paged", how targets are kept.
+            page_size, quantized, dtype: as in `CausalLM.new_cache`.
+
+        Raises:
+            ValueError: another kind, a capacity above max_len.
+            TypeError: sizes that are no integers.
+        """
+        attention = self.decoder.layers[0].masked_self_attn
+        weight = attention.w_k.weight
+        caches = new_caches(
+            "Seq2SeqTransformer.new_cache",
+            len(self.decoder.layers),
+            batch,
+            capacity,
+            kind=kind,
+            max_len=self.positions.pe.shape[1],
+            window=None,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.d_k,
+            page_size=page_size,
+            quantized=quantized,
+            dtype=cache_dtype(weight) if dtype is None else dtype,
+            device=weight.device,
+        )
+        return [DecoderCache(cache) for cache in caches]
+
+    def generate(
+        self,
+        source: Tensor,
+        max_new_tokens: int,
+        *,
+        bos: int,
+        eos: int | Sequence[int] | None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        num_beams: int = 1,
+        length_penalty: float = 1.0,
+        seed: int | Sequence[int] | None = None,
+        callback: Callable[[Tensor], object] | None = None,
+        cache: str | Sequence[DecoderCache] | None = None,
+    ) -> Tensor:
+        """Write a target for each source: (B, Ls) → (B, 1 + n), bos and n ≤ max_new_tokens tokens.
+
+        The source is read once. Runs in eval mode and without gradients; afterwards the model is as it was. Each call
+        begins with empty caches.
+
+        Args:
+            source: integers in [0, source_vocab_size), padded with pad_idx.
+            max_new_tokens: no row gets more; the result is as wide as the longest row needs. The last token is not
+                read, so it may be max_len at most.
+            bos: the token that every target begins with.
+            eos: a token, or several, that end a row, or None. They are part of it; pad_idx follows.
+            temperature, top_k, top_p, num_beams, length_penalty, seed, callback, cache: as in `CausalLM.generate`;
+                cache from `new_cache` of this class.
+
+        Raises:
+            TypeError, ValueError, IndexError: as `CausalLM.generate`.
+        """
+        who = "Seq2SeqTransformer.generate"
+        vocab_size, max_len = self.target_embedding.num_embeddings, self.positions.pe.shape[1]
+        decoding = Decoding(
+            who, vocab_size, max_new_tokens, temperature, top_k, top_p, num_beams, length_penalty,
+            eos, self.pad_idx, seed, callback,
+        )  # fmt: skip
+        read_prompt(who, source, None, self.source_embedding.num_embeddings, name="source")
+        start = torch.full((source.shape[0], 1), bos, dtype=torch.int64, device=source.device)
+        read_prompt(who, start, None, vocab_size, name="bos")
+        if max_new_tokens > max_len:
+            raise ValueError(
+                f"{who}: bos and {max_new_tokens} new tokens, of which the last is not read, need {max_new_tokens} "
+                f"positions, and max_len is {max_len}"
+            )
+        needed = [max_new_tokens] * len(source)
+        if cache is None or isinstance(cache, str):
+            caches = self.new_cache(len(source), max(1, max_new_tokens), kind=kind_for(num_beams, cache))
+        else:
+            one_a_layer(who, cache, len(self.decoder.layers))
+            expect_fresh(who, cache, len(source))
+            caches = cache
+        if not max_new_tokens or not len(source):
+            return start
+        reserve(who, caches, needed)
+
+        def read(chosen: Tensor, active: Tensor) -> Tensor:
+            new, cu_seqlens = one_each(chosen, active, caches[0].batch)
+            return self.decode(new, None, cache=caches, cu_seqlens=cu_seqlens).view(len(active), -1)
+
+        with writing(self):
+            encoded, seen = self.encode(source), masks.from_tokens(source, self.pad_idx)
+            new = decode(self.decode(start, encoded, seen, cache=caches)[:, 0], read, caches, decoding)
+        return torch.cat([start, new], dim=1)
 
     def _embedded(self, which: str, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
         max_len = self.positions.pe.shape[1]

@@ -6,11 +6,14 @@ Letters: B batch, h query heads, h_kv key/value heads, Lq queries, Lk keys, d_k 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attn_ext.nn.positional import RotaryEmbedding
+from attn_ext._arguments import compiling
+from attn_ext.kv_cache import BaseCache, PagedKVCache, SlidingKVCache
+from attn_ext.nn.positional import RotaryEmbedding, table_dtype
 from attn_ext.ops import attention
 
 __all__ = ["MultiHeadAttention", "ScaledDotProductAttention"]
@@ -174,17 +177,26 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         mask: Tensor | None = None,
         *,
         causal: bool | str = False,
         key_lengths: Tensor | None = None,
         bias: Tensor | None = None,
         positions: Tensor | None = None,
-        need_weights: bool = True,
+        need_weights: bool | None = None,
+        cache: BaseCache | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from q to k and v; self-attention is `attend(x, x, x)`.
+
+        With a cache, x holds the tokens that are new. Their keys and values are stored behind those of earlier
+        calls, and the queries attend to all of them:
+
+            cache = attn_ext.KVCache(batch=1, num_kv_heads=4, head_dim=16)
+            output, _ = attend(prompt, prompt, prompt, causal=True, cache=cache)  # (1, n, d_model)
+            output, _ = attend(token, token, token, causal=True, cache=cache)  # (1, 1, d_model)
 
         Args:
             q: (B, Lq, d_model).
@@ -193,30 +205,47 @@ class MultiHeadAttention(nn.Module):
             mask: bool, True = may attend, or float, added to the scores: (Lq, Lk), (B, Lq, Lk) the same for
                 all heads, or anything that broadcasts to (B, h, Lq, Lk), such as the (B, 1, 1, Lk) of
                 `masks.padding`. torch's modules read bool masks the other way round: see `masks.from_torch`.
-            causal: False, "top_left" or "bottom_right"; True where Lq == Lk.
+            causal: False, "top_left" or "bottom_right"; True where Lq == Lk. With a cache False, or True, which
+                there is bottom-right: a query sees what was stored before it.
             key_lengths: (B,) integers; keys at and past the length are hidden.
             bias: float, added to the scores, may be learned: (Lq, Lk), (h, Lq, Lk), or anything that
                 broadcasts to (B, h, Lq, Lk). With three dims the first is the heads: a bias belongs to heads,
                 a mask to sequences.
             positions: where the tokens stand, integers (L,) or (B, L), for `rotary`; 0 … L − 1 where not given.
-            need_weights: False gives None in their place and never builds them.
+            need_weights: False gives None in their place and never builds them; True where not given, but with a
+                cache False, the only choice there.
+            cache: `KVCache`, `PagedKVCache` or `SlidingKVCache` of B sequences, h_kv heads of width d_k, in the
+                dtype of the projections. It knows where the tokens stand and which keys there are, so that
+                mask, key_lengths, bias and positions cannot be given. k and v are both None where nothing is to
+                be stored. For inference: nothing that needs a gradient, no dropout.
+            cu_seqlens: with a cache, q, k and v may be packed, (total, width), with another number of tokens for
+                each sequence: those of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1] − 1.
 
         Returns:
-            output (B, Lq, d_model) and the weights before dropout (B, h, Lq, Lk). Their rows sum to 1; where
-            a query may attend to no key they are 0, and its output is the bias of w_o.
+            output (B, Lq, d_model), or (total, d_model), and the weights before dropout (B, h, Lq, Lk). Their rows
+            sum to 1; where a query may attend to no key they are 0, and its output is the bias of w_o.
 
         Raises:
-            TypeError: an integer mask (use mask.bool()).
-            ValueError: shapes that do not fit together.
+            TypeError: an integer mask (use mask.bool()); another dtype than the cache's.
+            ValueError: shapes that do not fit together; options that a cache excludes.
+            IndexError: more tokens than the cache may hold; it is as it was before.
         """
+        if cache is not None:
+            unknown = {"mask": mask, "key_lengths": key_lengths, "bias": bias, "positions": positions}
+            self._check_cached(unknown, causal, need_weights)
+            return self._attend_cached(q, k, v, bool(causal), cache, cu_seqlens), None
+        if cu_seqlens is not None:
+            raise ValueError(
+                "MultiHeadAttention: cu_seqlens is for calls with a cache; see attn_ext.attention_varlen"
+            )
+        if k is None or v is None:
+            raise ValueError(
+                "MultiHeadAttention: k and v can be None only where a cache holds keys and values"
+            )
+        need_weights = need_weights is not False
         self._check_shapes(q, k, v)
-        q_heads = self.w_q(q).unflatten(-1, (self.h, self.d_k)).transpose(1, 2)  # (B, h, Lq, d_k)
-        k_heads = (
-            self.w_k(k).unflatten(-1, (self.num_kv_heads, self.d_k)).transpose(1, 2)
-        )  # (B, h_kv, Lk, d_k)
-        v_heads = (
-            self.w_v(v).unflatten(-1, (self.num_kv_heads, self.d_k)).transpose(1, 2)
-        )  # (B, h_kv, Lk, d_k)
+        q_heads = self._q_heads(q).transpose(1, 2)  # (B, h, Lq, d_k)
+        k_heads, v_heads = (x.transpose(1, 2) for x in self._kv_heads(k, v))  # (B, h_kv, Lk, d_k)
         if self.rotary is not None:
             q_heads, k_heads = self._turn(q_heads, k_heads, positions)
         elif positions is not None:
@@ -234,6 +263,73 @@ class MultiHeadAttention(nn.Module):
         )
         output, weights = result if need_weights else (result, None)
         return self.w_o(output.transpose(1, 2).flatten(-2)), weights  # (B, Lq, d_model), (B, h, Lq, Lk)
+
+    def store(self, k: Tensor, v: Tensor, cache: BaseCache, *, cu_seqlens: Tensor | None = None) -> None:
+        """Put the keys and values of k and v into a cache, for queries that come later with `k=None, v=None`.
+
+        That is how cross-attention works through an encoder's output once, and not for each token.
+
+        Args:
+            k: (B, n, kdim), or packed with cu_seqlens (total, kdim).
+            v: (B, n, vdim), or (total, vdim).
+            cache, cu_seqlens: as in `forward`.
+
+        Raises:
+            As `forward` with a cache.
+        """
+        self._check_widths((k, v), (self.kdim, self.vdim), cu_seqlens)
+        heads = _heads_for_cache(self._kv_heads(k, v), cu_seqlens)
+        cache.append(*heads, cu_seqlens=cu_seqlens, **self._rotary_for(cache, heads[0], cu_seqlens))
+
+    def _attend_cached(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        causal: bool,
+        cache: BaseCache,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        """forward with a cache, once its options are checked."""
+        if (k is None) != (v is None):
+            raise ValueError("MultiHeadAttention: k and v must be given together")
+        k_heads = v_heads = None
+        if k is None or v is None:
+            self._check_widths((q,), (self.d_model,), cu_seqlens)
+        else:
+            self._check_widths((q, k, v), (self.d_model, self.kdim, self.vdim), cu_seqlens)
+            k_heads, v_heads = _heads_for_cache(self._kv_heads(k, v), cu_seqlens)
+        (q_heads,) = _heads_for_cache((self._q_heads(q),), cu_seqlens)
+        output = cache.attend(
+            q_heads,
+            k_heads,
+            v_heads,
+            cu_seqlens=cu_seqlens,
+            causal=causal,
+            **self._rotary_for(cache, k_heads, cu_seqlens),
+        )  # (B, h, Lq, d_k) or (total, h, d_k)
+        return self.w_o((output if cu_seqlens is not None else output.transpose(1, 2)).flatten(-2))
+
+    def _rotary_for(self, cache: BaseCache, k: Tensor | None, cu_seqlens: Tensor | None) -> dict[str, Any]:
+        """The cache turns queries and keys itself, by tables that reach as far as the positions will."""
+        if self.rotary is None:
+            return {}
+        rows = _reachable(cache)
+        if not compiling():  # which cannot read lengths, nor let a cache grow
+            new = 0 if k is None else k.shape[2] if cu_seqlens is None else _longest(cu_seqlens)
+            rows = max(rows, cache.max_length + new)
+        dtype = table_dtype(cache.dtype)
+        return {
+            "rotary": self.rotary.tables(rows, dtype=dtype, device=cache.device),
+            "rotary_interleaved": self.rotary.interleaved,
+        }
+
+    def _q_heads(self, q: Tensor) -> Tensor:
+        return self.w_q(q).unflatten(-1, (self.h, self.d_k))  # (…, h, d_k)
+
+    def _kv_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        heads = (self.num_kv_heads, self.d_k)
+        return self.w_k(k).unflatten(-1, heads), self.w_v(v).unflatten(-1, heads)  # (…, h_kv, d_k)
 
     def _turn(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.rotary is not None
@@ -253,9 +349,60 @@ class MultiHeadAttention(nn.Module):
                 f"v (B, Lk, {expected[2]}), got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
             )
 
+    def _check_cached(
+        self, unknown: dict[str, Tensor | None], causal: bool | str, need_weights: bool | None
+    ) -> None:
+        given = [name for name, x in unknown.items() if x is not None]
+        if given:
+            raise ValueError(
+                f"MultiHeadAttention: {', '.join(given)} cannot be given with a cache, which knows where tokens stand "
+                "and which keys there are; leave padding out with cu_seqlens"
+            )
+        if need_weights:
+            raise ValueError("MultiHeadAttention: there are no weights with a cache; leave out need_weights")
+        if causal not in (False, True, "bottom_right"):
+            raise ValueError(
+                f"MultiHeadAttention: with a cache causal must be False, True or 'bottom_right', got {causal!r}"
+            )
+        if self.training and self.dropout > 0:
+            raise ValueError(
+                "MultiHeadAttention: a cache is for inference, and this module drops weights "
+                f"(dropout={self.dropout}); call eval() first"
+            )
+
+    def _check_widths(
+        self, tensors: tuple[Tensor, ...], widths: tuple[int, ...], cu_seqlens: Tensor | None
+    ) -> None:
+        """What the cache cannot check, for it sees the projections."""
+        leading = "(B, L, " if cu_seqlens is None else "(total, "
+        rank = 3 if cu_seqlens is None else 2
+        if any(x.dim() != rank or x.shape[-1] != width for x, width in zip(tensors, widths, strict=True)):
+            raise ValueError(
+                f"MultiHeadAttention: expected {', '.join(f'{leading}{width})' for width in widths)}, "
+                f"got {', '.join(str(tuple(x.shape)) for x in tensors)}"
+            )
+
     def extra_repr(self) -> str:
         shared = "" if self.num_kv_heads == self.h else f", num_kv_heads={self.num_kv_heads}"
         return f"d_model={self.d_model}, h={self.h}{shared}, dropout={self.dropout}"
+
+
+def _heads_for_cache(heads: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+    """(B, L, h, d_k) → (B, h, L, d_k); packed ones, (total, h, d_k), are as a cache takes them."""
+    return heads if cu_seqlens is not None else tuple(x.transpose(1, 2) for x in heads)
+
+
+def _reachable(cache: BaseCache) -> int:
+    """Positions that a cache could store without growing; in a ring they have no end, and 0 stands for that."""
+    if isinstance(cache, SlidingKVCache):
+        return 0
+    if isinstance(cache, PagedKVCache):
+        return cache.block_table.shape[1] * cache.page_size
+    return cache.capacity
+
+
+def _longest(cu_seqlens: Tensor) -> int:
+    return max(cu_seqlens.diff().tolist(), default=0)
 
 
 def _with_head_dim(mask: Tensor | None) -> Tensor | None:

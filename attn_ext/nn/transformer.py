@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attn_ext.kv_cache import BaseCache, DecoderCache
 from attn_ext.nn.attention import MultiHeadAttention
 from attn_ext.nn.feed_forward import feed_forward
 from attn_ext.nn.positional import RotaryEmbedding
@@ -88,6 +93,8 @@ class TransformerEncoderBlock(nn.Module):
         bias: Tensor | None = None,
         positions: Tensor | None = None,
         need_weights: bool = False,
+        cache: BaseCache | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x (B, L, d_model) → (B, L, d_model), and the weights (B, h, L, L) as well with `need_weights`.
 
@@ -96,10 +103,13 @@ class TransformerEncoderBlock(nn.Module):
             mask, causal, key_lengths, bias, positions: which keys a token may attend to and where tokens
                 stand, as in `MultiHeadAttention`.
             need_weights: also return the attention weights before dropout.
+            cache: keys and values of earlier tokens; x then holds the new ones. See `MultiHeadAttention`.
+            cu_seqlens: with a cache, x may be packed, (total, d_model).
 
         Raises:
             TypeError: an integer mask (use mask.bool()).
-            ValueError: shapes that do not fit together.
+            ValueError: shapes that do not fit together; options that a cache excludes.
+            IndexError: more tokens than the cache may hold.
         """
         inner = self.norm1(x) if self.norm_first else x
         attended, weights = self.self_attn(
@@ -112,6 +122,8 @@ class TransformerEncoderBlock(nn.Module):
             bias=bias,
             positions=positions,
             need_weights=need_weights,
+            cache=cache,
+            cu_seqlens=cu_seqlens,
         )
         if self.norm_first:
             x = x + self.dropout(attended)
@@ -184,7 +196,7 @@ class TransformerDecoderBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        encoder_output: Tensor,
+        encoder_output: Tensor | None,
         causal_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
         *,
@@ -192,8 +204,17 @@ class TransformerDecoderBlock(nn.Module):
         encoder_lengths: Tensor | None = None,
         positions: Tensor | None = None,
         need_weights: bool = False,
+        cache: DecoderCache | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """x (B, L, d_model) → (B, L, d_model), with `need_weights` also both attentions' weights.
+
+        With a cache, x holds the new tokens. The first call stores the keys and values of the encoder's output, and
+        later ones get None in its place:
+
+            cache = attn_ext.DecoderCache(attn_ext.KVCache(batch=1, num_kv_heads=4, head_dim=16))
+            y = block(start, encoder_output, encoder_lengths=lengths, cache=cache)
+            y = block(token, None, cache=cache)
 
         Args:
             x: the tokens written so far.
@@ -206,11 +227,22 @@ class TransformerDecoderBlock(nn.Module):
             encoder_lengths: (B,) lengths of the sequences in encoder_output.
             positions: where the tokens of x stand, for `rotary`.
             need_weights: also return the weights before dropout, (B, h, L, L) and (B, h, L, Lsource).
+            cache: see above, and `MultiHeadAttention`. Keys of the source that are hidden are not stored, so a
+                padding_mask must be bool and the same for all queries and heads: (B, 1, 1, Lsource); it may have
+                holes.
+            cu_seqlens: with a cache, x may be packed, (total, d_model).
 
         Raises:
             TypeError: an integer mask (use mask.bool()).
-            ValueError: shapes that do not fit together.
+            ValueError: shapes that do not fit together; options that a cache excludes; no encoder_output in the
+                first call with a cache, or another one later.
+            IndexError: more tokens than the cache may hold.
         """
+        cross = (
+            None
+            if cache is None
+            else self._stored_source(cache, encoder_output, padding_mask, encoder_lengths)
+        )
         inner = self.norm1(x) if self.norm_first else x
         attended, self_weights = self.masked_self_attn(
             inner,
@@ -221,17 +253,25 @@ class TransformerDecoderBlock(nn.Module):
             key_lengths=key_lengths,
             positions=positions,
             need_weights=need_weights,
+            cache=None if cache is None else cache.target,
+            cu_seqlens=cu_seqlens,
         )
+        if cache is not None:
+            cache.source = cross
         x = x + self.dropout(attended)
         x = x if self.norm_first else self.norm1(x)
-        attended, cross_weights = self.cross_attn(
-            self.norm2(x) if self.norm_first else x,
-            encoder_output,
-            encoder_output,
-            padding_mask,
-            key_lengths=encoder_lengths,
-            need_weights=need_weights,
-        )
+        inner = self.norm2(x) if self.norm_first else x
+        if cache is not None:
+            attended, cross_weights = self.cross_attn(inner, None, None, cache=cross, cu_seqlens=cu_seqlens)
+        else:
+            attended, cross_weights = self.cross_attn(
+                inner,
+                encoder_output,
+                encoder_output,
+                padding_mask,
+                key_lengths=encoder_lengths,
+                need_weights=need_weights,
+            )
         x = x + self.dropout(attended)
         if self.norm_first:
             x = x + self.dropout(self.ffn(self.norm3(x)))
@@ -239,6 +279,42 @@ class TransformerDecoderBlock(nn.Module):
             x = self.norm2(x)
             x = self.norm3(x + self.dropout(self.ffn(x)))
         return (x, self_weights, cross_weights) if need_weights else x
+
+    def _stored_source(
+        self,
+        cache: DecoderCache,
+        encoder_output: Tensor | None,
+        padding_mask: Tensor | None,
+        encoder_lengths: Tensor | None,
+    ) -> BaseCache:
+        """Keys and values of the source: those in the cache, or in the first call new ones, which are not put there
+        yet, so that a call that is refused changes nothing."""
+        if cache.source is not None:
+            if encoder_output is not None or padding_mask is not None or encoder_lengths is not None:
+                raise ValueError(
+                    "TransformerDecoderBlock: the cache holds the encoder's keys and values already; give None for "
+                    "encoder_output and no mask or lengths of it, or call reset() on the cache"
+                )
+            return cache.source
+        if encoder_output is None:
+            raise ValueError(
+                "TransformerDecoderBlock: a first call with a cache needs encoder_output, to store its keys and values"
+            )
+        batch, width = cache.batch, self.cross_attn.kdim
+        if encoder_output.dim() != 3 or encoder_output.shape[0] != batch or encoder_output.shape[2] != width:
+            raise ValueError(
+                f"TransformerDecoderBlock: expected encoder_output ({batch}, Lsource, {width}) for a cache of {batch} "
+                f"sequences, got {tuple(encoder_output.shape)}"
+            )
+        seen = _seen_keys(encoder_output, padding_mask, encoder_lengths)
+        source = cache.for_source(encoder_output.shape[1])
+        if seen is None:
+            self.cross_attn.store(encoder_output, encoder_output, source)
+        else:
+            counts = seen.sum(dim=1)
+            kept = encoder_output[seen]  # (total, d_model)
+            self.cross_attn.store(kept, kept, source, cu_seqlens=F.pad(counts.cumsum(0), (1, 0)))
+        return source
 
 
 class TransformerEncoder(nn.Module):
@@ -313,6 +389,8 @@ class TransformerEncoder(nn.Module):
         bias: Tensor | None = None,
         positions: Tensor | None = None,
         need_weights: bool = False,
+        cache: Sequence[BaseCache] | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """x (B, L, d_model) → (B, L, d_model), and a list of weights (B, h, L, L) with `need_weights`.
 
@@ -321,19 +399,26 @@ class TransformerEncoder(nn.Module):
             mask, causal, key_lengths, bias, positions: as in `TransformerEncoderBlock`, the same for every
                 block.
             need_weights: also return the attention weights before dropout.
+            cache, cu_seqlens: as in `TransformerEncoderBlock`; one cache for each block, in order. Where a later
+                block's cache refuses what an earlier one took, the earlier ones have stored it: `truncate` them.
 
         Raises:
             TypeError: an integer mask (use mask.bool()).
-            ValueError: shapes that do not fit together.
+            ValueError: shapes that do not fit together; options that a cache excludes; not one cache a block.
+            IndexError: more tokens than a cache may hold.
         """
-        options = {"causal": causal, "key_lengths": key_lengths, "bias": bias, "positions": positions}
+        options = {
+            "causal": causal, "key_lengths": key_lengths, "bias": bias, "positions": positions,
+            "cu_seqlens": cu_seqlens,
+        }  # fmt: skip
+        caches = one_a_layer("TransformerEncoder", cache, len(self.layers))
         if not need_weights:
-            for layer in self.layers:
-                x = layer(x, mask, **options)
+            for layer, layer_cache in zip(self.layers, caches, strict=True):
+                x = layer(x, mask, **options, cache=layer_cache)
             return self.norm(x)
         weights = []
-        for layer in self.layers:
-            x, layer_weights = layer(x, mask, **options, need_weights=True)
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            x, layer_weights = layer(x, mask, **options, cache=layer_cache, need_weights=True)
             weights.append(layer_weights)
         return self.norm(x), weights
 
@@ -405,7 +490,7 @@ class TransformerDecoder(nn.Module):
     def forward(
         self,
         x: Tensor,
-        encoder_output: Tensor,
+        encoder_output: Tensor | None,
         causal_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
         *,
@@ -413,6 +498,8 @@ class TransformerDecoder(nn.Module):
         encoder_lengths: Tensor | None = None,
         positions: Tensor | None = None,
         need_weights: bool = False,
+        cache: Sequence[DecoderCache] | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """x (B, L, d_model) → (B, L, d_model), and a list of (self, cross) weights with `need_weights`.
 
@@ -420,15 +507,22 @@ class TransformerDecoder(nn.Module):
             x, encoder_output, causal_mask, padding_mask, key_lengths, encoder_lengths, positions: as in
                 `TransformerDecoderBlock`, the same for every block.
             need_weights: also return both attentions' weights of every block, before dropout.
+            cache, cu_seqlens: as in `TransformerDecoderBlock`; one cache for each block, in order. Where a later
+                block's cache refuses what an earlier one took, the earlier ones have stored it: `truncate` them.
 
         Raises:
             TypeError: an integer mask (use mask.bool()).
-            ValueError: shapes that do not fit together.
+            ValueError: shapes that do not fit together; options that a cache excludes; not one cache a block.
+            IndexError: more tokens than a cache may hold.
         """
-        options = {"key_lengths": key_lengths, "encoder_lengths": encoder_lengths, "positions": positions}
+        options = {
+            "key_lengths": key_lengths, "encoder_lengths": encoder_lengths, "positions": positions,
+            "need_weights": need_weights, "cu_seqlens": cu_seqlens,
+        }  # fmt: skip
+        caches = one_a_layer("TransformerDecoder", cache, len(self.layers))
         weights = []
-        for layer in self.layers:
-            x = layer(x, encoder_output, causal_mask, padding_mask, **options, need_weights=need_weights)
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            x = layer(x, encoder_output, causal_mask, padding_mask, **options, cache=layer_cache)
             if need_weights:
                 x, self_weights, cross_weights = x
                 weights.append((self_weights, cross_weights))
@@ -454,3 +548,46 @@ def make_norm(
     if norm == "rms":
         return nn.RMSNorm(d_model, eps=eps, device=device, dtype=dtype)
     raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
+
+
+def one_a_layer(who: str, cache: Sequence[Any] | None, num_layers: int) -> Sequence[Any]:
+    """The caches of the blocks; None for each where there are none."""
+    if cache is None:
+        return [None] * num_layers
+    if not isinstance(cache, (list, tuple)) or len(cache) != num_layers:
+        found = f"{len(cache)}" if isinstance(cache, (list, tuple)) else type(cache).__name__
+        raise ValueError(
+            f"{who}: cache must be a list with one cache for each of {num_layers} blocks, got {found}"
+        )
+    return cache
+
+
+def _seen_keys(encoder_output: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
+    """Which tokens of the source some query may see, (B, Lsource) bool; None for all."""
+    batch, length = encoder_output.shape[:2]
+    seen = None
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"TransformerDecoderBlock: with a cache padding_mask must be bool, got {mask.dtype}"
+            )
+        padded = mask[(None,) * max(0, 4 - mask.dim())]
+        if padded.dim() != 4 or padded.shape[1:] != (1, 1, length) or padded.shape[0] not in (1, batch):
+            raise ValueError(
+                "TransformerDecoderBlock: with a cache padding_mask must be the same for all queries and heads, "
+                f"({batch}, 1, 1, {length}), got {tuple(mask.shape)}"
+            )
+        seen = padded[:, 0, 0].expand(batch, length)
+    if lengths is not None:
+        if tuple(lengths.shape) != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"TransformerDecoderBlock: encoder_lengths must be ({batch},) integers, "
+                f"got {tuple(lengths.shape)} of {lengths.dtype}"
+            )
+        if batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= length:
+            raise ValueError(
+                f"TransformerDecoderBlock: encoder_lengths must be 0 to {length}, got {lengths.tolist()}"
+            )
+        within = torch.arange(length, device=lengths.device) < lengths[:, None]
+        seen = within if seen is None else seen & within
+    return seen
