@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import append, attention, block, compare, decode, memory, model, plot, table
+from bench import append, attention, block, compare, decode, generate, memory, model, plot, table
 from bench.common import BenchError
 
 COMMANDS = {
@@ -18,6 +18,7 @@ COMMANDS = {
     "model": model,
     "decode": decode,
     "append": append,
+    "generate": generate,
     "memory": memory,
     "compare": compare,
     "plot": plot,

@@ -39,6 +39,7 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
         Measure("µs a step", lambda row, us: us),
     ),
     "append": (Measure("µs an append", lambda row, us: us),),
+    "generate": (Measure("tokens/s", lambda row, us: 1e6 / us),),
 }
 
 

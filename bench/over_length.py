@@ -122,7 +122,14 @@ def time_row(row: dict[str, Any], runners: Sequence[Runner], settings: Settings)
     )
     for runner in runners:
         row["rivals"][runner.name] = {"how": runner.how, **timings[runner.name].report()}
-    row["ratio"] = timings["torch"].median_us / timings["attn_ext"].median_us if "torch" in timings else None
+    add_ratio(row)
+
+
+def add_ratio(row: dict[str, Any]) -> None:
+    """Adds the ratio of torch's time to ours, where torch was timed."""
+    ours, torchs = (row["rivals"].get(name, {}) for name in ("attn_ext", "torch"))
+    if "median_us" in torchs:
+        row["ratio"] = torchs["median_us"] / ours["median_us"]
 
 
 def start_of(case: Row, check: dict[str, Any]) -> dict[str, Any]:
