@@ -82,11 +82,10 @@ def run(options: argparse.Namespace) -> int:
         return 0
     settings = Settings.of(options, seconds=0.5, quick_seconds=0.1)
     over_length.require_memory(cases, memory_needed)
-    rows = []
+    result = over_length.new_result("append", settings)
     for number, case in enumerate(cases, 1):
         say(f"[{number}/{len(cases)}] {case.id}")
-        rows.append(measure_row(case, settings))
-    result = over_length.result_of("append", rows, settings)
+        result["rows"].append(measure_row(case, settings))
     show(result)
     over_length.write_files(result, options, ("dtype", "tokens"))
     return over_length.exit_code(result)

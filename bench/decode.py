@@ -82,11 +82,11 @@ CSV_FIELDS = (
 
 def measure(cases: Sequence[Case], settings: Settings) -> dict[str, Any]:
     """The whole run. Returns what goes into the JSON file."""
-    rows = []
+    result = over_length.new_result("decode", settings)
     for number, case in enumerate(cases, 1):
         say(f"[{number}/{len(cases)}] {case.id}")
-        rows.append(measure_row(case, settings))
-    return over_length.result_of("decode", rows, settings)
+        result["rows"].append(measure_row(case, settings))
+    return result
 
 
 def measure_row(case: Case, settings: Settings) -> dict[str, Any]:

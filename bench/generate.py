@@ -84,14 +84,13 @@ def run(options: argparse.Namespace) -> int:
         return 0
     settings = Settings.of(options, seconds=3.0, quick_seconds=0.5)
     over_length.require_memory(cases, memory_needed)
-    rows = []
+    result = over_length.new_result("generate", settings)
     for name, own in itertools.groupby(cases, key=lambda case: case.model):
         model = make_model(name, max(case.length for case in all_cases()) + NEW_TOKENS)
         exact = copy.deepcopy(model).double()
         for case in own:
-            say(f"[{len(rows) + 1}/{len(cases)}] {case.id}")
-            rows.append(measure_row(case, model, exact, settings))
-    result = over_length.result_of("generate", rows, settings)
+            say(f"[{len(result['rows']) + 1}/{len(cases)}] {case.id}")
+            result["rows"].append(measure_row(case, model, exact, settings))
     show(result)
     over_length.write_files(result, options, ("tokens_per_second", "prompt_us"))
     return over_length.exit_code(result)

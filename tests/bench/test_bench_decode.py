@@ -295,6 +295,18 @@ def test_too_little_memory_is_one_sentence_and_2(
     assert len(said) == 1 and "0.0 GB are free" in said[0]
 
 
+@pytest.mark.parametrize("command", ["decode", "append", "generate"])
+def test_an_instruction_set_that_cannot_run_is_one_sentence_and_2(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> str:
+        raise ValueError("no abacus here")
+
+    monkeypatch.setattr(attn_ext.backend, "active", refuse)
+    assert main([command, "--quick"]) == 2
+    assert capsys.readouterr().err == f"bench {command}: no abacus here\n"
+
+
 def test_free_memory_is_a_part_of_all_memory() -> None:
     free, everything = common.available_bytes(), common.memory_bytes()
     assert free is None or (0 < free <= (everything or math.inf))
