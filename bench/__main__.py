@@ -9,13 +9,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import attention, block, compare, memory, model, plot, table
+from bench import append, attention, block, compare, decode, generate, memory, model, plot, table
 from bench.common import BenchError
 
 COMMANDS = {
     "attention": attention,
     "block": block,
     "model": model,
+    "decode": decode,
+    "append": append,
+    "generate": generate,
     "memory": memory,
     "compare": compare,
     "plot": plot,

@@ -8,7 +8,6 @@ call). The machine's ceilings are measured in the same run, before and after. Ro
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +42,7 @@ from bench.common import (
     threads_of,
     time_runners,
     timer_for,
+    write_csv,
     write_json,
 )
 from bench.peers import (
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         write_json(options.json, result)
     if options.csv:
-        write_csv(options.csv, result)
+        write_csv(options.csv, CSV_FIELDS, csv_lines(result))
     if options.plot:
         plot.draw(result, options.plot)
     return exit_code(result)
@@ -555,20 +555,10 @@ CSV_FIELDS = (
 )
 
 
-def write_csv(path: str, result: dict[str, Any]) -> None:
+def csv_lines(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One line for every row and rival."""
-    machine = {
-        name: result["machine"][name] for name in ("device", "threads", "isa", "attn_ext", "torch", "time")
-    }
-    try:
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, CSV_FIELDS)
-            writer.writeheader()
-            for row in result["rows"]:
-                shared = {name: row.get(name) for name in ("id", "dtype", "pass", "flops", "ceiling")}
-                shared["check"] = "ok" if row["check"]["ok"] else row["check"]["worst"]
-                for rival, numbers in row["rivals"].items() or [("attn_ext", {})]:
-                    peak = (row["memory"] or {}).get(rival) or {}
-                    writer.writerow({**machine, **shared, "rival": rival, **numbers, **peak})
-    except OSError as error:
-        raise BenchError(f"cannot write {path}: {error.strerror}") from error
+    for row in result["rows"]:
+        check = "ok" if row["check"]["ok"] else row["check"]["worst"]
+        for rival, numbers in row["rivals"].items() or [("attn_ext", {})]:
+            peak = (row["memory"] or {}).get(rival) or {}
+            yield {**result["machine"], **row, "check": check, "rival": rival, **numbers, **peak}

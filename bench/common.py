@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import importlib.metadata
 import json
@@ -148,6 +149,27 @@ def memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def available_bytes() -> int | None:
+    """Memory that is free, or held by caches of files that would be dropped; None where the system does not say.
+
+    Inside a container it is no more than its limit leaves.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return memory_bytes()
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        stat = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+        files = next(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
+    except (OSError, StopIteration):
+        return free
+    return free if limit == "max" else max(0, min(free, int(limit) - used + files))
 
 
 def git_commit() -> str | None:
@@ -380,6 +402,17 @@ def write_json(path: str | Path, result: Mapping[str, Any]) -> None:
     text = json.dumps(_finite(result), indent=1, allow_nan=False) + "\n"
     try:
         Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_csv(path: str | Path, fields: Sequence[str], lines: Iterable[Mapping[str, Any]]) -> None:
+    """Writes one line each, with these fields of it; what a line lacks stays empty."""
+    try:
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, fields, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(lines)
     except OSError as error:
         raise BenchError(f"cannot write {path}: {error.strerror}") from error
 

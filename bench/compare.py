@@ -70,8 +70,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     new = {row["id"]: row for row in after["rows"]}
     rows = []
     for name in (name for name in old if name in new):
-        a, b = (side[name]["rivals"].get("attn_ext") for side in (old, new))
-        torch_a, torch_b = (side[name]["rivals"].get("torch") for side in (old, new))
+        a, b = (timed(side[name], "attn_ext") for side in (old, new))
+        torch_a, torch_b = (timed(side[name], "torch") for side in (old, new))
         rows.append(
             {
                 "id": name,
@@ -92,6 +92,12 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
             if before["machine"][name] != after["machine"][name]
         ],
     }
+
+
+def timed(row: dict[str, Any], rival: str) -> dict[str, Any] | None:
+    """A rival's figures in a row; None where it has none."""
+    figures = row["rivals"].get(rival, {})
+    return figures if "median_us" in figures else None
 
 
 def verdict(before: dict[str, float], after: dict[str, float]) -> str:

@@ -1,4 +1,8 @@
-"""A picture of a result file: for every row the share of the machine's ceiling, ours beside the others'."""
+"""A picture of a result file.
+
+Of bench attention: for every row the share of the machine's ceiling, ours beside the others'. Of the benchmarks over
+length: curves.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bench import curves
 from bench.common import BenchError, clearly_faster, machine_line, read_json
 
 COLOURS = {"attn_ext": "#1f6f8b", "torch": "#e07a3f", "onnxruntime": "#9aa5b1", "openvino": "#c9b458"}
@@ -37,11 +42,26 @@ def require_matplotlib() -> None:
 
 
 def draw(result: dict[str, Any], path: str) -> None:
-    """Writes the picture: one panel for each dtype and pass, one group of bars for each row.
+    """Writes the picture.
 
     Raises:
-        BenchError: there is no row with a share of a ceiling, or the file cannot be written.
+        BenchError: the result holds nothing that can be drawn, or the file cannot be written.
     """
+    if result["bench"] in curves.MEASURES:
+        figure = curves.figure(result)
+    elif result["bench"] == "attention":
+        figure = _bars(result)
+    else:
+        raise BenchError(f"there is no picture of bench {result['bench']}")
+    figure.supxlabel(machine_line(result["machine"]), fontsize=7.5, color="#555555")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise BenchError(f"cannot write {path}: {error}") from error
+
+
+def _bars(result: dict[str, Any]) -> Any:
+    """One panel for each dtype and pass, one group of bars for each row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -72,11 +92,7 @@ def draw(result: dict[str, Any], path: str) -> None:
     present = [n for n in COLOURS if any(n in _rivals(row) for rows in panels.values() for row in rows)]
     patches = [Patch(color=COLOURS[name], label=name) for name in present]
     figure.legend(handles=patches, loc="outside upper center", ncols=len(present), frameon=False)
-    figure.supxlabel(machine_line(result["machine"]), fontsize=7.5, color="#555555")
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise BenchError(f"cannot write {path}: {error}") from error
+    return figure
 
 
 def _in_columns(panels: Panels) -> list[Panels]:

@@ -9,7 +9,9 @@ from typing import Any
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))  # `bench` is no part of the installed package
 
-from bench import attention, cases, common  # noqa: E402
+import pytest  # noqa: E402
+
+from bench import attention, cases, common, over_length  # noqa: E402
 
 MACHINE = {
     "cpu": "A CPU",
@@ -61,3 +63,14 @@ def made_up_result(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "rows": rows,
         "memory_check": None,
     }
+
+
+def quick_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round a rival, without pauses and warm-up, in the benchmarks over length."""
+    honest = over_length.time_runners
+
+    def time_runners(*args: Any, **options: Any) -> dict[str, common.Timing]:
+        return honest(*args, **{**options, "rounds": 1, "pause": 0.0})
+
+    monkeypatch.setattr(over_length, "time_runners", time_runners)
+    monkeypatch.setattr(common, "WARM_UP_SECONDS", 0.0)

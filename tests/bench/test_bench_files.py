@@ -13,7 +13,7 @@ from bench_support import made_up_result, made_up_row
 from bench import attention, compare, table
 from bench.__main__ import main
 from bench.cases import Case
-from bench.common import SCHEMA, BenchError, read_json, write_json
+from bench.common import SCHEMA, BenchError, read_json, write_csv, write_json
 
 SQUARE = Case("fp32", "forward", 1, 8, 512, 64)
 CAUSAL = Case("fp32", "forward", 1, 8, 512, 64, causal=True)
@@ -54,7 +54,8 @@ def test_a_file_of_another_kind_is_refused_in_a_sentence(
 
 
 def test_csv_has_a_line_for_every_row_and_rival(tmp_path: Path) -> None:
-    attention.write_csv(str(tmp_path / "a.csv"), made_up_result([made_up_row(SQUARE, 100.0, 250.0)]))
+    result = made_up_result([made_up_row(SQUARE, 100.0, 250.0)])
+    write_csv(tmp_path / "a.csv", attention.CSV_FIELDS, attention.csv_lines(result))
     with open(tmp_path / "a.csv", encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
     assert [line["rival"] for line in lines] == ["attn_ext", "torch", "onnxruntime"]
@@ -178,3 +179,18 @@ def test_a_result_without_shares_cannot_be_drawn(tmp_path: Path) -> None:
 
     with pytest.raises(BenchError, match="nothing to draw"):
         plot.draw(made_up_result([]), str(tmp_path / "a.png"))
+
+
+def test_families_of_one_length_are_no_curve(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
+    from bench import plot
+
+    row = {"family": "f", "length": 7, "rivals": {"attn_ext": {"median_us": 1.0}}}
+    with pytest.raises(BenchError, match="nothing to draw"):
+        plot.draw({**made_up_result([row, row]), "bench": "decode"}, str(tmp_path / "a.png"))
+
+
+def test_a_result_that_has_no_picture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
+    assert main(["plot", saved(tmp_path / "a.json", bench="block")]) == 2
+    assert "there is no picture of bench block" in capsys.readouterr().err
