@@ -80,7 +80,7 @@ def generate(
 
     Ctrl-C stops; exit code 130.
     """
-    if (top_k or top_p) is not None and (beams > 1 or temperature == 0):
+    if (top_k is not None or top_p is not None) and (beams > 1 or temperature == 0):
         raise UserError(
             "--top-k and --top-p are for drawing: they go with a --temperature above 0 and no --beams."
         )
@@ -192,7 +192,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     if options["num_beams"] > 1:
         how = f"{options['num_beams']} beams"
     lines = [
-        f"{report['model']}: {report['parameters']:,} parameters, {report['isa']}, {report['threads']} threads, {how}",
+        f"{report['model']}: {report['parameters']:,} parameters, {report['isa']}, "
+        f"{report['threads']} thread{'' if report['threads'] == 1 else 's'}, {how}",
         f"  prompt   {_speed_line(report['prefill'])}",
         f"  decode   {_speed_line(report['decode'])} (the prompt's pass gave the first)",
         f"  cache    {cache['bytes']:,} bytes of {cache['dtype']}: {cache['kind']}, {cache['layers']} layers, "
