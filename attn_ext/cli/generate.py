@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import codecs
+import math
 import secrets
+import signal
 import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import torch
@@ -88,6 +91,8 @@ def generate(
         raise UserError("--beams searches for the likeliest text and draws nothing: leave out --temperature.")
     if temperature is None:
         temperature = 0.0 if beams > 1 else DEFAULT_TEMPERATURE
+    if not math.isfinite(temperature):
+        raise UserError(f"--temperature must be a finite number, got {temperature:g}.")
     if top_p is not None and not 0 < top_p <= 1:
         raise UserError(f"--top-p must be above 0 and at most 1, got {top_p:g}.")
     set_up(threads)
@@ -153,12 +158,15 @@ def run(
     tokens = torch.frombuffer(bytearray(prompt), dtype=torch.uint8).long()[None]
     written: list[int] = []
 
-    def on_token(token: Tensor) -> None:
-        written.append(int(token))
-        on_byte(written[-1])
-
     started, finished = time.perf_counter(), True
-    with _times_of_passes(model) as passes:
+    with _times_of_passes(model) as passes, _stop_signal(streams=num_beams == 1) as should_stop:
+
+        def on_token(token: Tensor) -> None:
+            written.append(int(token))
+            on_byte(written[-1])
+            if should_stop():
+                raise KeyboardInterrupt
+
         try:
             result = model.generate(
                 tokens,
@@ -236,6 +244,24 @@ def _as_bytes(prompt: str) -> bytes:
     if not content:
         raise UserError("--prompt needs some text to go on from.")
     return content
+
+
+@contextmanager
+def _stop_signal(*, streams: bool) -> Iterator[Callable[[], bool]]:
+    """While text is streamed, the first Ctrl-C only asks to stop: in the midst of a write it could tear a character."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked or not streams:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
