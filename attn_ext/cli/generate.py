@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import codecs
+import math
 import secrets
+import signal
 import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import torch
@@ -80,7 +83,7 @@ def generate(
 
     Ctrl-C stops; exit code 130.
     """
-    if (top_k or top_p) is not None and (beams > 1 or temperature == 0):
+    if (top_k is not None or top_p is not None) and (beams > 1 or temperature == 0):
         raise UserError(
             "--top-k and --top-p are for drawing: they go with a --temperature above 0 and no --beams."
         )
@@ -88,6 +91,8 @@ def generate(
         raise UserError("--beams searches for the likeliest text and draws nothing: leave out --temperature.")
     if temperature is None:
         temperature = 0.0 if beams > 1 else DEFAULT_TEMPERATURE
+    if not math.isfinite(temperature):
+        raise UserError(f"--temperature must be a finite number, got {temperature:g}.")
     if top_p is not None and not 0 < top_p <= 1:
         raise UserError(f"--top-p must be above 0 and at most 1, got {top_p:g}.")
     set_up(threads)
@@ -153,12 +158,15 @@ def run(
     tokens = torch.frombuffer(bytearray(prompt), dtype=torch.uint8).long()[None]
     written: list[int] = []
 
-    def on_token(token: Tensor) -> None:
-        written.append(int(token))
-        on_byte(written[-1])
-
     started, finished = time.perf_counter(), True
-    with _times_of_passes(model) as passes:
+    with _times_of_passes(model) as passes, _stop_signal(streams=num_beams == 1) as should_stop:
+
+        def on_token(token: Tensor) -> None:
+            written.append(int(token))
+            on_byte(written[-1])
+            if should_stop():
+                raise KeyboardInterrupt
+
         try:
             result = model.generate(
                 tokens,
@@ -192,7 +200,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     if options["num_beams"] > 1:
         how = f"{options['num_beams']} beams"
     lines = [
-        f"{report['model']}: {report['parameters']:,} parameters, {report['isa']}, {report['threads']} threads, {how}",
+        f"{report['model']}: {report['parameters']:,} parameters, {report['isa']}, "
+        f"{report['threads']} thread{'' if report['threads'] == 1 else 's'}, {how}",
         f"  prompt   {_speed_line(report['prefill'])}",
         f"  decode   {_speed_line(report['decode'])} (the prompt's pass gave the first)",
         f"  cache    {cache['bytes']:,} bytes of {cache['dtype']}: {cache['kind']}, {cache['layers']} layers, "
@@ -235,6 +244,24 @@ def _as_bytes(prompt: str) -> bytes:
     if not content:
         raise UserError("--prompt needs some text to go on from.")
     return content
+
+
+@contextmanager
+def _stop_signal(*, streams: bool) -> Iterator[Callable[[], bool]]:
+    """While text is streamed, the first Ctrl-C only asks to stop: in the midst of a write it could tear a character."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked or not streams:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -201,7 +201,7 @@ def next_token_probabilities(
     if top_k is not None:
         ordered[..., top_k:] = -math.inf
     kept = ordered.softmax(-1)
-    if top_p is not None:
+    if top_p is not None and top_p < 1:  # a sum may reach 1 by rounding before its last terms
         before = kept.cumsum(-1) - kept  # what the likelier ones reach without this one
         kept = kept.masked_fill(before >= top_p, 0.0)
         kept = kept / kept.sum(-1, keepdim=True)
@@ -229,11 +229,10 @@ class _Drawing:
         seed = decoding.seed
         if seed is None:  # torch.manual_seed decides
             seed = int(torch.randint(2**63 - 1, ()))
-        seeds = [row_seed(seed, b) for b in range(batch)] if isinstance(seed, Integral) else list(seed)
-        if len(seeds) != batch or not all(_is_whole(s, 0) for s in seeds):
+        seeds = [row_seed(seed, b) for b in range(batch)] if _is_whole(seed, 0) else seed
+        if not isinstance(seeds, Sequence) or len(seeds) != batch or not all(_is_whole(s, 0) for s in seeds):
             raise ValueError(
-                f"{decoding.who}: seed must be an integer of at least 0, or one for each of {batch} rows, "
-                f"got {decoding.seed!r}"
+                f"{decoding.who}: seed must be an integer of at least 0, or one for each of {batch} rows, got {seed!r}"
             )
         self.generators = [torch.Generator().manual_seed(s) for s in seeds]
 

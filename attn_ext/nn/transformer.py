@@ -571,7 +571,8 @@ def _seen_keys(encoder_output: Tensor, mask: Tensor | None, lengths: Tensor | No
             raise TypeError(
                 f"TransformerDecoderBlock: with a cache padding_mask must be bool, got {mask.dtype}"
             )
-        padded = mask[(None,) * max(0, 4 - mask.dim())]
+        padded = mask.unsqueeze(1) if mask.dim() == 3 else mask  # as in MultiHeadAttention
+        padded = padded[(None,) * max(0, 4 - padded.dim())]
         if padded.dim() != 4 or padded.shape[1:] != (1, 1, length) or padded.shape[0] not in (1, batch):
             raise ValueError(
                 "TransformerDecoderBlock: with a cache padding_mask must be the same for all queries and heads, "

@@ -63,7 +63,7 @@ def weights() -> None:
 
 
 def test_help_names_every_command_and_fits_80_columns() -> None:
-    names = ("info", "walkthrough", "train-classifier", "heatmap", "embed", "demo")
+    names = ("info", "walkthrough", "train-classifier", "heatmap", "generate", "embed", "demo")
     for arguments in (["--help"], *([name, "-h"] for name in names)):
         result = call(*arguments)
         assert result.exit_code == 0
