@@ -11,6 +11,7 @@ from .embed import embed
 from .heatmap import heatmap
 from .info import info
 from .train_classifier import train_classifier
+from .train_lm import train_lm
 from .walkthrough import walkthrough
 
 app = typer.Typer(
@@ -46,5 +47,6 @@ app.command()(info)
 app.command()(walkthrough)
 app.command("train-classifier")(train_classifier)
 app.command()(heatmap)
+app.command("train-lm")(train_lm)
 app.command()(embed)
 app.command()(demo)

@@ -32,6 +32,8 @@ class CausalLM(Saveable):
         positions: "rotary" turns queries and keys, "learned" adds an embedding of the position.
         rotary_base: as in `RotaryEmbedding`.
         tie_embeddings: whether the output map has the embedding's weights.
+        tokenizer: what the tokens are of a text, kept in `config` for whoever reads the file: "bytes" where they
+            are its UTF-8 bytes; None does not say.
 
     Attributes:
         config: these arguments by name; `attn_ext.models.save` stores them beside the weights.
@@ -58,6 +60,7 @@ class CausalLM(Saveable):
         positions: str = "rotary",
         rotary_base: float = 10000.0,
         tie_embeddings: bool = True,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__()
         self.config = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -66,6 +69,11 @@ class CausalLM(Saveable):
         if vocab_size < 1 or max_len < 1:
             raise ValueError(
                 f"CausalLM: vocab_size and max_len must be at least 1, got {vocab_size} and {max_len}"
+            )
+        if tokenizer not in (None, "bytes") or (tokenizer == "bytes" and vocab_size < 256):
+            raise ValueError(
+                'CausalLM: tokenizer must be None, or "bytes" with a vocab_size of at least 256, '
+                f"got {tokenizer!r} with {vocab_size}"
             )
         if h < 1 or d_model % h:
             raise ValueError(f"CausalLM: d_model = {d_model} cannot be split into h = {h} equal heads")
