@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from ..embed import TextError
 from ..models import WeightsError
 from ..models import save as save_model
 from ..train import (
+    DOCUMENTATION,
     Checkpoint,
     CheckpointError,
     Processes,
@@ -38,6 +40,7 @@ from .common import (
     JsonOption,
     ThreadsOption,
     UserError,
+    check_writable,
     out,
     print_json,
     progress,
@@ -68,7 +71,7 @@ def train_lm(
         ),
     ] = None,
     save: Annotated[
-        Path, typer.Option("--out", metavar="FILE.safetensors", help="Where the model goes.")
+        Path, typer.Option("--out", "--save", metavar="FILE.safetensors", help="Where the model goes.")
     ] = DEFAULT_OUT,
     minutes: Annotated[float | None, _number("Train as long as this.", "minutes")] = None,
     steps: Annotated[
@@ -84,6 +87,9 @@ def train_lm(
     context: Annotated[int | None, _number("Bytes that the model sees.", "context", min=1)] = None,
     dropout: Annotated[float | None, _number("Probability of dropping.", "dropout")] = None,
     batch: Annotated[int | None, _number("Windows of text in a step.", "batch", min=1)] = None,
+    parts: Annotated[
+        int | None, _number("Pieces of a batch, which torchrun's processes share out.", "parts", min=1)
+    ] = None,
     lr: Annotated[float | None, _number("Highest learning rate.", "learning_rate")] = None,
     checkpoint: Annotated[
         Path | None,
@@ -97,7 +103,7 @@ def train_lm(
         float, typer.Option(metavar="SECONDS", min=0.0, help="How often it is written.")
     ] = 60.0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Begin anew, and forget it.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Begin anew and replace it.")] = False,
     threads: ThreadsOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -115,11 +121,12 @@ def train_lm(
     kept = checkpoint or save.with_name(f"{save.name.removesuffix('.safetensors')}.checkpoint.safetensors")
     asked = {
         "minutes": minutes, "steps": steps, "seed": seed, "layers": layers, "d_model": d_model, "heads": heads,
-        "d_ff": d_ff, "context": context, "dropout": dropout, "batch": batch, "learning_rate": lr,
+        "d_ff": d_ff, "context": context, "dropout": dropout, "batch": batch, "parts": parts,
+        "learning_rate": lr,
     }  # fmt: skip
     asked = {name: value for name, value in asked.items() if value is not None}
     for option, path in (("--out", save), ("--checkpoint", kept)):
-        _check_writable(option, path)
+        check_writable(option, path)
     _check_start(kept, resume, restart)
     set_up(threads)
     with training_processes() as processes:
@@ -127,7 +134,7 @@ def train_lm(
         report = run(training, save, kept, checkpoint_every, quiet=json)
     if processes.leads:
         print_json(report) if json else show(report, out())
-    if not report["finished"]:
+    if processes.leads and report["validation"] is None or not report["finished"]:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
@@ -154,7 +161,7 @@ def run(
         "training_bytes": len(training.corpus.training),
         "validation_bytes": len(training.corpus.validation),
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
-        "recipe": vars(training.recipe),
+        "recipe": asdict(training.recipe),
         "finished": finished,
         "first_step": first_step,
         "steps": training.step,
@@ -162,16 +169,19 @@ def run(
         "fraction": min(1.0, training.fraction),
         "tokens_per_second": training.step * training.recipe.tokens_per_step / training.seconds,
         "losses": training.losses,
+        "loss_unit": "nats per byte",
         "validation": None,
         "model": None,
         "checkpoint": str(checkpoint.absolute()),
     }
     if finished and leads:
         save_model(training.model, path)
-        report["model"] = str(path.absolute())
-        report["validation"] = _validation(training)
         checkpoint.unlink(missing_ok=True)
-        report["checkpoint"] = None
+        report |= {"model": str(path.absolute()), "checkpoint": None}
+        try:
+            report["validation"] = _validation(training)
+        except KeyboardInterrupt:
+            pass  # the report says that it was not scored
     return report
 
 
@@ -187,10 +197,13 @@ def show(report: dict[str, Any], console: Console) -> None:
             soft_wrap=True,
         )
         return
-    validation = report["validation"]
     console.print(
         f"Trained: {trained}; loss {_recent(report['losses'])} bits per byte at the end (with dropout)."
     )
+    validation = report["validation"]
+    if validation is None:
+        console.print(f"Stopped while scoring; saved as {report['model']}", soft_wrap=True)
+        return
     console.print(
         f"\nThe {report['validation_bytes']:,} bytes that were held out, each predicted from at least "
         f"{validation['least_context']} bytes before it:"
@@ -218,7 +231,11 @@ def _new(text: list[str] | None, asked: dict[str, Any], processes: Processes) ->
         raise UserError("--minutes and --steps both end the run; give one of them.")
     if "steps" in asked:
         asked = {"minutes": None, **asked}
-    return _in_options(lambda: Training(Recipe(**asked), read_corpus(text or ()), processes))
+    try:
+        recipe = Recipe(**asked)
+    except ValueError as error:
+        raise UserError(f"{error}.") from error
+    return _begun(lambda corpus: Training(recipe, corpus, processes), read_corpus(text or ()))
 
 
 def _resumed(path: Path, text: list[str] | None, asked: dict[str, Any], processes: Processes) -> Training:
@@ -227,21 +244,22 @@ def _resumed(path: Path, text: list[str] | None, asked: dict[str, Any], processe
     for name, value in asked.items():
         has = getattr(checkpoint.recipe, name)
         if has != value:
-            given = _OPTION_OF.get(name, "--" + name.replace("_", "-"))
-            raise UserError(f"{path} is of a run with {name} = {has}, but {given} {value} was given.")
-    if text is None:
-        text = [] if checkpoint.sources == ("pydoc_data.topics",) else list(checkpoint.sources)
+            option = _OPTION_OF.get(name, "--" + name.replace("_", "-"))
+            raise UserError(f"{path} is of a run with {name} = {has}, but {option} {value} was given.")
+    if text is None and checkpoint.sources != (DOCUMENTATION,):
+        text = list(checkpoint.sources)
     try:
-        return _in_options(lambda: Training.from_checkpoint(checkpoint, read_corpus(text), processes))
+        return _begun(
+            lambda corpus: Training.from_checkpoint(checkpoint, corpus, processes), read_corpus(text or ())
+        )
     except CheckpointError as error:
         raise UserError(f"{path}: {error}") from error
 
 
-def _in_options(make: Callable[[], Training]) -> Training:
-    """What a recipe refuses, as a sentence about the options."""
+def _begun(make: Callable[[Corpus], Training], corpus: Corpus) -> Training:
     try:
-        return make()
-    except TextError:
+        return make(corpus)
+    except TextError:  # a ValueError that says all by itself
         raise
     except ValueError as error:
         raise UserError(f"{error}.") from error
@@ -254,15 +272,6 @@ def _check_start(checkpoint: Path, resume: bool, restart: bool) -> None:
         raise UserError(
             f"{checkpoint} is of an unfinished run: add --resume to go on with it, or --restart to begin anew."
         )
-
-
-def _check_writable(option: str, path: Path) -> None:
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(
-            f"{option} {path}: {'is a directory' if path.is_dir() else 'its folder does not exist'}."
-        )
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"{option} {path}: its folder may not be written.")
 
 
 def _announce(training: Training) -> None:

@@ -15,13 +15,14 @@ The command is `attn-ext train-lm`; nothing here prints.
 from __future__ import annotations
 
 from .checkpoint import Checkpoint, CheckpointError
-from .corpus import Corpus, python_documentation, read_corpus, split_text
+from .corpus import DOCUMENTATION, Corpus, python_documentation, read_corpus, split_text
 from .language_model import Training, TrainingDiverged, TrainingStep
 from .processes import Processes, training_processes
 from .recipe import Recipe
 from .scoring import bits_per_byte, compressed_sizes
 
 __all__ = [
+    "DOCUMENTATION",
     "Checkpoint",
     "CheckpointError",
     "Corpus",

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..embed.text import TextError, read_text
 
-__all__ = ["Corpus", "python_documentation", "read_corpus", "split_text"]
+__all__ = ["DOCUMENTATION", "Corpus", "python_documentation", "read_corpus", "split_text"]
 
+DOCUMENTATION = "pydoc_data.topics"  # the source of a corpus that was read from no file
 HELD_OUT = 0.1
 _SEPARATOR = "\n\n"
 _COUNTS_AS_COPY = 40  # shorter paragraphs ("See also:") recur by nature
@@ -44,7 +45,7 @@ def read_corpus(paths: Sequence[str | Path] = ()) -> Corpus:
             are too short to hold some out.
     """
     if not paths:
-        return split_text(python_documentation(), ("pydoc_data.topics",))
+        return split_text(python_documentation(), (DOCUMENTATION,))
     return split_text(_SEPARATOR.join(map(read_text, paths)), tuple(map(str, paths)))
 
 
