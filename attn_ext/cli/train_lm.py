@@ -26,6 +26,7 @@ from ..train import (
     DOCUMENTATION,
     Checkpoint,
     CheckpointError,
+    Corpus,
     Processes,
     Recipe,
     Training,
