@@ -119,16 +119,16 @@ def train_lm(
 
     Several processes share the work: torchrun --nproc-per-node 2 -m attn_ext.cli train-lm
     """
+    check_writable("--out", save)
     kept = checkpoint or save.with_name(f"{save.name.removesuffix('.safetensors')}.checkpoint.safetensors")
+    check_writable("--checkpoint", kept)
+    _check_start(kept, resume, restart)
     asked = {
         "minutes": minutes, "steps": steps, "seed": seed, "layers": layers, "d_model": d_model, "heads": heads,
         "d_ff": d_ff, "context": context, "dropout": dropout, "batch": batch, "parts": parts,
         "learning_rate": lr,
     }  # fmt: skip
     asked = {name: value for name, value in asked.items() if value is not None}
-    for option, path in (("--out", save), ("--checkpoint", kept)):
-        check_writable(option, path)
-    _check_start(kept, resume, restart)
     set_up(threads)
     with training_processes() as processes:
         training = _resumed(kept, text, asked, processes) if resume else _new(text, asked, processes)
@@ -145,9 +145,9 @@ def run(
     """Train, save and score; returns the report, ready for JSON."""
     leads = training.processes.leads
     first_step = training.step
-    if leads and not quiet:
-        _announce(training)
     with _stop_signals() as should_stop, _bar(training) as on_step:
+        if leads and not quiet:
+            _announce(training)
         finished = training.run(
             checkpoint_path=checkpoint,
             checkpoint_every=checkpoint_every,
@@ -278,12 +278,12 @@ def _check_start(checkpoint: Path, resume: bool, restart: bool) -> None:
 def _announce(training: Training) -> None:
     recipe, corpus = training.recipe, training.corpus
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    blocks = "1 block" if recipe.layers == 1 else f"{recipe.layers} blocks"
     length = f"{recipe.steps:,} steps" if recipe.steps else f"{recipe.minutes:g} minutes"
     begun = f", from step {training.step:,} on" if training.step else ""
     out().print(
         f"{', '.join(corpus.sources)}: {len(corpus.training):,} bytes to train on, {len(corpus.validation):,} held "
-        f"out. {parameters:,} parameters, {recipe.layers} blocks, a context of {recipe.context} bytes; "
-        f"{length}{begun}."
+        f"out. {parameters:,} parameters, {blocks}, a context of {recipe.context} bytes; {length}{begun}."
     )
 
 
