@@ -220,10 +220,10 @@ def test_a_kill_leaves_a_checkpoint_to_go_on_from(text: Path, tmp_path: Path) ->
 def test_two_processes_have_the_curve_of_one(text: Path, tmp_path: Path) -> None:
     if not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
-    shared = ("--text", text, "--steps", "20", "--parts", "4", "--json", *TINY)
-    alone = called_json("train-lm", "--out", tmp_path / "one", *shared[: -1 - len(TINY)], *TINY)
+    shared = ("--text", text, "--steps", "20", "--parts", "4", *TINY)
+    alone = called_json("train-lm", "--out", tmp_path / "one", *shared)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "attn_ext.cli")
-    together = process("--out", tmp_path / "two", *shared, before=launcher)
+    together = process("--out", tmp_path / "two", *shared, "--json", before=launcher)
     stdout, stderr = together.communicate(timeout=120)
     assert together.returncode == 0, stderr.decode()
     report = json.loads(stdout)  # one object: one process printed
@@ -310,6 +310,7 @@ def test_ten_minutes_on_pythons_documentation_beat_gzip(tmp_path: Path) -> None:
 
 def test_reversing_words_is_trained_scored_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reverse_command, "STEPS", 3)
+    monkeypatch.setattr(reverse, "_HELD_OUT", 50)
     out, threads = tmp_path / "r.safetensors", torch.get_num_threads()
     result = call("train-reverse", "--out", out, "--seed", "2", "--json")
     assert result.exit_code == 1 and result.stderr == ""
