@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,22 @@ def assert_refused(result: Result, *words: str) -> None:
         assert word in result.stderr
 
 
-def process(
+@contextmanager
+def running(
     *arguments: str | Path, before: tuple[str, ...] = ("-m", "attn_ext.cli")
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+) -> Iterator[subprocess.Popen[bytes]]:
+    """train-lm in a process of its own, which does not outlive the block."""
+    process = subprocess.Popen(
         [sys.executable, *before, "train-lm", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 # ---------------------------------------------------------------------- train-lm
@@ -143,11 +151,11 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(
     number: signal.Signals, text: Path, tmp_path: Path
 ) -> None:
     out, kept = tmp_path / "lm.safetensors", tmp_path / "lm.checkpoint.safetensors"
-    running = process("--text", text, "--out", out, "--steps", "100000", *TINY)
-    assert running.stdout is not None and str(text).encode() in running.stdout.readline()
-    running.send_signal(number)
-    stdout, stderr = running.communicate(timeout=60)
-    assert running.returncode == 130 and stderr == b"", stderr
+    with running("--text", text, "--out", out, "--steps", "100000", *TINY) as process:
+        assert process.stdout is not None and str(text).encode() in process.stdout.readline()
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and stderr == b"", stderr
     assert b"Stopped after" in stdout and str(kept).encode() in stdout and b"--resume goes on" in stdout
     assert not out.exists()
     checkpoint = Checkpoint.read(kept)
@@ -202,11 +210,11 @@ def test_restart_begins_anew(text: Path, tmp_path: Path) -> None:
 def test_a_kill_leaves_a_checkpoint_to_go_on_from(text: Path, tmp_path: Path) -> None:
     out, kept = tmp_path / "lm.safetensors", tmp_path / "lm.checkpoint.safetensors"
     arguments = ("--text", text, "--out", out, "--steps", "3000", "--checkpoint-every", "0", *TINY)
-    running = process(*arguments)
-    while not kept.exists() and running.poll() is None:
-        time.sleep(0.01)
-    running.kill()
-    assert running.wait() == -signal.SIGKILL
+    with running(*arguments) as process:
+        while not kept.exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
     checkpoint = Checkpoint.read(kept)
     assert 1 <= checkpoint.step < 3000
     training = Training.from_checkpoint(checkpoint, read_corpus([text]))
@@ -214,7 +222,6 @@ def test_a_kill_leaves_a_checkpoint_to_go_on_from(text: Path, tmp_path: Path) ->
     for run in (training, again):
         run.run(should_stop=lambda run=run: run.step == checkpoint.step + 2)
     assert training.losses == again.losses
-    running.communicate()
 
 
 def test_two_processes_have_the_curve_of_one(text: Path, tmp_path: Path) -> None:
@@ -223,8 +230,8 @@ def test_two_processes_have_the_curve_of_one(text: Path, tmp_path: Path) -> None
     shared = ("--text", text, "--steps", "20", "--parts", "4", *TINY)
     alone = called_json("train-lm", "--out", tmp_path / "one", *shared)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "attn_ext.cli")
-    together = process("--out", tmp_path / "two", *shared, "--json", before=launcher)
-    stdout, stderr = together.communicate(timeout=120)
+    with running("--out", tmp_path / "two", *shared, "--json", before=launcher) as together:
+        stdout, stderr = together.communicate(timeout=120)
     assert together.returncode == 0, stderr.decode()
     report = json.loads(stdout)  # one object: one process printed
     assert (alone["processes"], report["processes"]) == (1, 2)
@@ -298,9 +305,9 @@ def test_ctrl_c_while_scoring_leaves_the_saved_model(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_ten_minutes_on_pythons_documentation_beat_gzip(tmp_path: Path) -> None:
-    running = process("--out", tmp_path / "m", "--json", "--threads", "2")
-    stdout, stderr = running.communicate()
-    assert running.returncode == 0, stderr.decode()
+    with running("--out", tmp_path / "m", "--json", "--threads", "2") as process:
+        stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr.decode()
     bits = {row["name"]: row["bits_per_byte"] for row in json.loads(stdout)["validation"]["rows"]}
     assert bits["this model"] < min(2.12, bits["gzip -9"], bits["xz -9"])
 

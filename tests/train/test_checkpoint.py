@@ -77,9 +77,12 @@ def test_a_kill_while_it_is_written_leaves_the_last_one_whole(moment: str, tmp_p
         stdout=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert process.stdout is not None and process.stdout.readline() == b"stuck\n"
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"stuck\n"
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
     assert len(list(tmp_path.glob(".c.*.partial"))) == 1  # it was in the middle of it
     checkpoint = Checkpoint.read(path)
     assert checkpoint.step == 2
