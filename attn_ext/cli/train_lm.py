@@ -145,15 +145,16 @@ def run(
     """Train, save and score; returns the report, ready for JSON."""
     leads = training.processes.leads
     first_step = training.step
-    with _stop_signals() as should_stop, _bar(training) as on_step:
+    with _stop_signals() as should_stop:
         if leads and not quiet:
             _announce(training)
-        finished = training.run(
-            checkpoint_path=checkpoint,
-            checkpoint_every=checkpoint_every,
-            on_step=on_step,
-            should_stop=should_stop,
-        )
+        with _bar(training) as on_step:
+            finished = training.run(
+                checkpoint_path=checkpoint,
+                checkpoint_every=checkpoint_every,
+                on_step=on_step,
+                should_stop=should_stop,
+            )
     report = {
         "isa": backend.active(),
         "threads": torch.get_num_threads(),
@@ -198,9 +199,8 @@ def show(report: dict[str, Any], console: Console) -> None:
             soft_wrap=True,
         )
         return
-    console.print(
-        f"Trained: {trained}; loss {_recent(report['losses'])} bits per byte at the end (with dropout)."
-    )
+    dropped = " (with dropout)" if report["recipe"]["dropout"] else ""
+    console.print(f"Trained: {trained}; loss {_recent(report['losses'])} bits per byte at the end{dropped}.")
     validation = report["validation"]
     if validation is None:
         console.print(f"Stopped while scoring; saved as {report['model']}", soft_wrap=True)
