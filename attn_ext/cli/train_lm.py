@@ -122,6 +122,8 @@ def train_lm(
     check_writable("--out", save)
     kept = checkpoint or save.with_name(f"{save.name.removesuffix('.safetensors')}.checkpoint.safetensors")
     check_writable("--checkpoint", kept)
+    if os.path.realpath(kept) == os.path.realpath(save):
+        raise UserError(f"--out and --checkpoint are the same file, {save}.")
     _check_start(kept, resume, restart)
     asked = {
         "minutes": minutes, "steps": steps, "seed": seed, "layers": layers, "d_model": d_model, "heads": heads,

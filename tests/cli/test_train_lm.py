@@ -255,6 +255,7 @@ def test_two_processes_have_the_curve_of_one(text: Path, tmp_path: Path) -> None
         (["--text", "."], [".", "is a directory"]),
         (["--out", "no/lm.safetensors"], ["--out", "its folder does not exist"]),
         (["--out", "."], ["--out", "is a directory"]),
+        (["--out", "x", "--checkpoint", "./x"], ["--out and --checkpoint are the same file, x"]),
         (["--checkpoint", "no/c"], ["--checkpoint", "its folder does not exist"]),
         (["--minutes", "1", "--steps", "3"], ["--minutes and --steps"]),
         (["--minutes", "0"], ["minutes must be above 0, got 0"]),
