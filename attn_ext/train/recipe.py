@@ -35,7 +35,7 @@ class Recipe:
     """
 
     d_model: int = 192
-    heads: int = 6
+    heads: int = 3
     d_ff: int = 512
     layers: int = 4
     context: int = 256
