@@ -126,7 +126,7 @@ class Training:
         on_step: Callable[[TrainingStep], None] = lambda step: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Train until the recipe's end, or until `should_stop()`, which is asked after each step.
+        """Train until the recipe's end, or until `should_stop()`, which is asked once in each step.
 
         torch's random state is the same afterwards as before.
 
@@ -134,7 +134,7 @@ class Training:
             checkpoint_path: a file that the leading process writes every `checkpoint_every` seconds, and when it
                 is told to stop.
             on_step: called after each step.
-            should_stop: where it is true in any process, all of them stop after the same step.
+            should_stop: where it is true in any process, all of them stop after this step.
 
         Returns:
             Whether the run is finished. The model is then in eval mode.
@@ -149,9 +149,9 @@ class Training:
         stopped = False
         with torch.random.fork_rng(devices=[]):
             while not self.finished and not stopped:
-                done = self._one_step(started, should_stop)
-                stopped = done.stop_asked and not self.finished
-                on_step(done.report)
+                step, stop_asked = self._one_step(started, should_stop)
+                stopped = stop_asked and not self.finished
+                on_step(step)
                 due = stopped or (self.seconds - written >= checkpoint_every and not self.finished)
                 if checkpoint_path is not None and due and self.processes.leads:
                     self.checkpoint().write(checkpoint_path)
@@ -163,6 +163,13 @@ class Training:
     def checkpoint(self) -> Checkpoint:
         """The run as it is now. Its tensors are the live ones: write it before the next step."""
         state = self._optimizer.state
+
+        def averages(kind: str) -> dict[str, Tensor]:
+            return {
+                name: state[parameter][kind] if parameter in state else torch.zeros_like(parameter)
+                for name, parameter in self._parameters.items()
+            }
+
         return Checkpoint(
             recipe=self.recipe,
             sources=self.corpus.sources,
@@ -171,15 +178,17 @@ class Training:
             seconds=self.seconds,
             losses=torch.tensor(self.losses, dtype=torch.float64),
             weights={name: parameter.detach() for name, parameter in self._parameters.items()},
-            mean={name: state[parameter]["exp_avg"] for name, parameter in self._parameters.items()},
-            square={name: state[parameter]["exp_avg_sq"] for name, parameter in self._parameters.items()},
+            mean=averages("exp_avg"),
+            square=averages("exp_avg_sq"),
         )
 
-    def _one_step(self, started: float, should_stop: Callable[[], bool]) -> _Done:
+    def _one_step(self, started: float, should_stop: Callable[[], bool]) -> tuple[TrainingStep, bool]:
+        """Do a step; also returns whether any process was told to stop."""
         recipe, processes = self.recipe, self.processes
         rate = recipe.rate_at(self.fraction)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        self._optimizer.zero_grad()
         share = recipe.parts // processes.count
         parts = range(processes.rank * share, (processes.rank + 1) * share)
         loss = sum(self._gradients_of(part, share, last=part == parts[-1]) for part in parts)
@@ -193,12 +202,10 @@ class Training:
             )
         nn.utils.clip_grad_norm_(self._parameters.values(), recipe.clip)
         self._optimizer.step()
-        self._optimizer.zero_grad()
         self.step += 1
         self.seconds = seconds
         self.losses.append(loss)
-        report = TrainingStep(self.step, loss, rate, seconds, self.fraction, recipe.tokens_per_step)
-        return _Done(report, stop > 0)
+        return TrainingStep(self.step, loss, rate, seconds, self.fraction, recipe.tokens_per_step), stop > 0
 
     def _gradients_of(self, part: int, share: int, *, last: bool) -> float:
         """Add the gradients of one part of the batch; processes exchange them after the last one."""
@@ -207,8 +214,8 @@ class Training:
         first = self.step * recipe.batch + part * rows
         windows = torch.stack([self._windows[n] for n in range(first, first + rows)])  # (rows, context + 1)
         torch.manual_seed(_stream(recipe.seed, _DROPOUT, self.step, part))
-        alone = isinstance(self._trained, DistributedDataParallel) and not last
-        with self._trained.no_sync() if alone else nullcontext():
+        exchanged_later = isinstance(self._trained, DistributedDataParallel) and not last
+        with self._trained.no_sync() if exchanged_later else nullcontext():
             logits = self._trained(windows[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()) / share
             loss.backward()
@@ -237,12 +244,6 @@ class Training:
         self.step = checkpoint.step
         self.seconds = checkpoint.seconds
         self.losses = checkpoint.losses.tolist()
-
-
-@dataclass(frozen=True)
-class _Done:
-    report: TrainingStep
-    stop_asked: bool
 
 
 class _Windows:

@@ -63,6 +63,13 @@ def test_a_run_that_goes_on_has_the_curve_of_one_that_never_stopped(stop: int, t
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_run_that_has_not_begun_can_be_kept_too(tmp_path: Path) -> None:
+    whole = Training(tiny(), corpus())
+    whole.checkpoint().write(tmp_path / "c")
+    later = Training.from_checkpoint(Checkpoint.read(tmp_path / "c"), corpus())
+    assert whole.run() and later.step == 0 and later.run() and later.losses == whole.losses
+
+
 def test_a_seed_gives_the_same_run_and_leaves_torchs_own_alone() -> None:
     state = torch.get_rng_state()
     curves = []
