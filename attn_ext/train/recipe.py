@@ -39,7 +39,7 @@ class Recipe:
     d_ff: int = 512
     layers: int = 4
     context: int = 256
-    dropout: float = 0.1
+    dropout: float = 0.0
     batch: int = 4
     parts: int = 2
     learning_rate: float = 3e-3
