@@ -12,6 +12,8 @@ from .generate import generate
 from .heatmap import heatmap
 from .info import info
 from .train_classifier import train_classifier
+from .train_lm import train_lm
+from .train_reverse import train_reverse
 from .walkthrough import walkthrough
 
 app = typer.Typer(
@@ -47,6 +49,8 @@ app.command()(info)
 app.command()(walkthrough)
 app.command("train-classifier")(train_classifier)
 app.command()(heatmap)
+app.command("train-reverse")(train_reverse)
+app.command("train-lm")(train_lm)
 app.command()(generate)
 app.command()(embed)
 app.command()(demo)

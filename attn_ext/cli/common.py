@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -74,6 +76,16 @@ def set_up(threads: int | None) -> None:
         raise UserError(str(error).removeprefix("attn_ext: ")) from error
     if threads is not None:
         torch.set_num_threads(threads)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise UserError where no file could be saved under this name, before any work is done."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(
+            f"{option} {path}: {'is a directory' if path.is_dir() else 'its folder does not exist'}."
+        )
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"{option} {path}: its folder may not be written.")
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from .common import (
     JsonOption,
     ThreadsOption,
     UserError,
+    check_writable,
     out,
     print_json,
     progress,
@@ -137,4 +138,4 @@ def _make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--save {path}: {error.strerror}.") from error
-    train_command.check_path(path / train_command.DEFAULT_PATH)
+    check_writable("--save", path / train_command.DEFAULT_PATH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +18,7 @@ from ..teach.classifier import BalancedRun, Score, UnbalancedRun
 from .common import (
     EXIT_CHECK_FAILED,
     JsonOption,
-    UserError,
+    check_writable,
     out,
     print_json,
     progress,
@@ -51,7 +50,7 @@ def train_classifier(
     The model is saved for `attn-ext heatmap`. Exit code 1: less than 99 % of the held-out sentences are right (the
     model is saved all the same).
     """
-    check_path(save)
+    check_writable("--save", save)
     set_up(None)
     with thread_count(threads):
         report = run(seed, save)
@@ -139,16 +138,6 @@ def show(report: dict[str, Any], console: Console) -> None:
         style=None if report["ok"] else "bold red",
     )
     console.print(f"  saved as           {report['model']}", soft_wrap=True)
-
-
-def check_path(path: Path) -> None:
-    """Raise UserError where a model could not be saved under this name, before any work is done."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(
-            f"--save {path}: {'is a directory' if path.is_dir() else 'its folder does not exist'}."
-        )
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"--save {path}: its folder may not be written.")
 
 
 def _unbalanced_report(run: UnbalancedRun) -> dict[str, Any]:

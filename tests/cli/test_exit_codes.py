@@ -101,7 +101,10 @@ def test_a_file_that_cannot_be_saved_is_refused_before_the_work(
     assert_refused(run("embed", "--save", str(tmp_path / name)), message)
 
 
-@pytest.mark.parametrize("command", ["info", "walkthrough", "train-classifier", "heatmap", "embed", "demo"])
+@pytest.mark.parametrize(
+    "command",
+    ["info", "walkthrough", "train-classifier", "train-reverse", "train-lm", "heatmap", "embed", "demo"],
+)
 def test_an_unknown_instruction_set_is_refused(command: str) -> None:
     assert_refused(run(command, ATTN_EXT_ISA="sse9"), "sse9", "scalar")
 

@@ -1,0 +1,135 @@
+"""A training run in one file, from which it goes on as if it had never stopped.
+
+The file is safetensors, which holds numbers only: reading one runs no code. Its metadata holds the recipe and how
+far the run is as JSON; its tensors are the weights, AdamW's two averages of each, and the losses so far. Neither a
+random state nor a position in the text is needed: both follow from the seed and the step (see `language_model`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .._files import write_whole
+from .recipe import Recipe
+
+__all__ = ["Checkpoint", "CheckpointError"]
+
+_FORMAT = "attn_ext training 1"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read, written or used. The message is one sentence that names it."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that a run is, between two steps.
+
+    Attributes:
+        recipe: of the run.
+        sources: the files that its text came from.
+        fingerprint: of its text (`Corpus.fingerprint`).
+        step: how many steps are done.
+        seconds: how long they took.
+        losses: (step,) float64, the mean loss of each step in nats per byte.
+        weights, mean, square: by parameter: the model's weights, and AdamW's averages of the gradient and of its
+            square.
+    """
+
+    recipe: Recipe
+    sources: tuple[str, ...]
+    fingerprint: str
+    step: int
+    seconds: float
+    losses: Tensor
+    weights: dict[str, Tensor]
+    mean: dict[str, Tensor]
+    square: dict[str, Tensor]
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the file in one step: whoever reads it, and whenever, finds the old checkpoint or this one.
+
+        Raises:
+            CheckpointError: the file cannot be written, or safetensors is not installed.
+        """
+        try:
+            from safetensors.torch import save as to_bytes
+        except ModuleNotFoundError as error:
+            raise CheckpointError(
+                f"Writing a checkpoint needs {error.name}: pip install safetensors"
+            ) from error
+        tensors = {"losses": self.losses}
+        for kind in ("weights", "mean", "square"):
+            tensors |= {f"{kind}/{name}": tensor for name, tensor in getattr(self, kind).items()}
+        metadata = {
+            "format": _FORMAT,
+            "recipe": json.dumps(asdict(self.recipe)),
+            "sources": json.dumps(self.sources),
+            "fingerprint": self.fingerprint,
+            "step": str(self.step),
+            "seconds": repr(self.seconds),
+        }
+        try:
+            write_whole(path, to_bytes(tensors, metadata))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Read a file that `write` wrote.
+
+        Raises:
+            CheckpointError: it is missing, truncated, of another kind, or damaged; or safetensors is not installed.
+        """
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ModuleNotFoundError as error:
+            raise CheckpointError(
+                f"Reading a checkpoint needs {error.name}: pip install safetensors"
+            ) from error
+        if Path(path).is_dir():
+            raise CheckpointError(f"{path} is a folder, not a checkpoint.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} does not exist: there is no checkpoint to go on from.") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is truncated, or no safetensors file ({error}).") from error
+        if metadata.get("format") != _FORMAT:
+            raise CheckpointError(f"{path} is no checkpoint of a training run: {_what_it_is(metadata)}.")
+        try:
+            kinds: dict[str, dict[str, Tensor]] = {"weights": {}, "mean": {}, "square": {}}
+            losses = tensors.pop("losses")
+            for name, tensor in tensors.items():
+                kind, _, parameter = name.partition("/")
+                kinds[kind][parameter] = tensor
+            checkpoint = cls(
+                recipe=Recipe(**json.loads(metadata["recipe"])),
+                sources=tuple(json.loads(metadata["sources"])),
+                fingerprint=metadata["fingerprint"],
+                step=int(metadata["step"]),
+                seconds=float(metadata["seconds"]),
+                losses=losses,
+                **kinds,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is a damaged checkpoint ({error}).") from error
+        if losses.shape != (checkpoint.step,) or losses.dtype != torch.float64:
+            raise CheckpointError(
+                f"{path} is a damaged checkpoint: {checkpoint.step} steps, but losses {tuple(losses.shape)}."
+            )
+        return checkpoint
+
+
+def _what_it_is(metadata: dict[str, str]) -> str:
+    if "class" in metadata:
+        return f"it holds a model, {metadata['class']}"
+    return f"its format is {metadata['format']!r}" if "format" in metadata else "its metadata names no run"
