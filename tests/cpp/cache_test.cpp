@@ -1,0 +1,291 @@
+// KV caches: what was appended to pages, rings and plain caches gives the bits of plain keys and values, whatever the
+// places that no key has hold; int8 caches hold what the rule says; rotary embedding turns pairs by their positions.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/dispatch.h"
+#include "problem.h"
+#include "testing.h"
+
+namespace attn_ext::test {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+// A cache of any kind for the keys and values of a problem, filled token by token or all at once.
+struct Cache {
+  Tensor k, v;
+  CacheLayout layout;
+  std::vector<int32_t> table;
+  std::vector<int64_t> totals;
+
+  // page > 0: pages in an order that is none; ring > 0: a ring; neither: plain, with room left over.
+  Cache(const Problem& problem, int64_t page, int64_t ring) {
+    const Case& c = problem.c;
+    const int64_t blocks_each = page > 0 ? (c.Lk + page - 1) / page : 1;
+    const int64_t first = page > 0 ? problem.batch * blocks_each + 2 : problem.batch;
+    const int64_t rows = page > 0 ? page : ring > 0 ? ring : c.Lk + 3;
+    k = Tensor(c.dtype, {1, first, c.Hkv, rows, c.D}, c.layout);
+    v = Tensor(c.dtype, {1, first, c.Hkv, rows, c.Dv}, c.layout);
+    k.fill(kNaN);
+    v.fill(kNaN);
+    totals.assign(static_cast<size_t>(problem.batch), c.Lk);
+    layout.ring = ring;
+    if (page == 0) return;
+    for (int64_t n = 0; n < problem.batch * blocks_each; ++n) {
+      table.push_back(static_cast<int32_t>((n * 7 + 3) % first));
+    }
+    std::sort(table.begin(), table.end());
+    table.erase(std::unique(table.begin(), table.end()), table.end());
+    for (int32_t block = 0; table.size() < static_cast<size_t>(problem.batch * blocks_each); ++block) {
+      if (std::find(table.begin(), table.end(), block) == table.end()) table.push_back(block);
+    }
+    std::reverse(table.begin(), table.end());
+    layout.page_size = page;
+    layout.block_table = table.data();
+    layout.table_stride = blocks_each;
+  }
+
+  // Tokens [begin, end) of the problem.
+  void append(const Problem& problem, int64_t begin, int64_t end, int thread_count) {
+    for (const bool keys : {true, false}) {
+      const Tensor& from = keys ? problem.k : problem.v;
+      AppendParams p;
+      p.batch = problem.batch;
+      p.heads = problem.c.Hkv;
+      p.n = end - begin;
+      p.D = keys ? problem.c.D : problem.c.Dv;
+      p.from = from.view_from(0, 0, 0, begin, 0);
+      p.to = (keys ? k : v).view();
+      p.layout = layout;
+      const std::vector<int64_t> positions(static_cast<size_t>(problem.batch), begin);
+      p.positions = positions.data();
+      cpu::kernels().append(p, threads(thread_count));
+    }
+  }
+
+  Forward forward(const Problem& problem, int thread_count) const {
+    Forward f{problem.like_queries(problem.c.Dv, kNaN), problem.like_rows(kNaN), Tensor(), Tensor()};
+    ForwardParams p;
+    static_cast<AttentionParams&>(p) = problem.params();
+    p.k = k.view();
+    p.v = v.view();
+    p.layout = layout;
+    p.total_lengths = totals.data();
+    p.out = f.out.view();
+    const TensorView lse = f.lse.view();
+    p.lse = {lse.data, lse.stride_b1, lse.stride_h};
+    cpu::kernels().forward(p, threads(thread_count));
+    return f;
+  }
+};
+
+void check_cache(const Case& c, int64_t page, int64_t ring) {
+  const Problem problem(c);
+  const Context context(c.text() + (page ? ", pages of " + std::to_string(page) : "") +
+                        (ring ? ", ring of " + std::to_string(ring) : ""));
+  for_each_isa([&] {
+    const Forward plain = run_forward(problem, 1);
+    for (const int count : {1, 3}) {
+      Cache cache(problem, page, ring);
+      for (int64_t at = 0, step = 5; at < c.Lk; at += step) cache.append(problem, at, std::min(at + step, c.Lk), count);
+      const Forward got = cache.forward(problem, count);
+      check_same_bits("out", got.out, plain.out);
+      check_same_bits("lse", got.lse, plain.lse);
+      CHECK(cache.k.poison_intact() && cache.v.poison_intact() && got.out.poison_intact(), "poison was overwritten");
+    }
+  });
+}
+
+TEST(cache, same_bits_wherever_the_rows_lie) {
+  for (const DType dtype : {DType::float32, DType::bfloat16, DType::float16, DType::float64}) {
+    for (const int64_t rows : {1, 3, 9}) {
+      for (const Layout layout : {Layout::plain, Layout::transposed, Layout::padded, Layout::strided}) {
+        Case c{.name = "cache",
+               .dtype = dtype,
+               .B1 = 2,
+               .Hq = 6,
+               .Hkv = 2,
+               .Lq = rows,
+               .Lk = 300,
+               .D = 32,
+               .Dv = 48,
+               .layout = layout,
+               .causal = Causal::bottom_right};
+        for (const int64_t page : {0, 1, 7, 16}) check_cache(c, page, 0);
+        c.window_left = 40;
+        for (const int64_t page : {0, 7}) check_cache(c, page, 0);
+        check_cache(c, 0, 40 + rows);
+        check_cache(c, 0, 97);
+      }
+    }
+    check_cache({.name = "odd",
+                 .dtype = dtype,
+                 .Hq = 2,
+                 .Hkv = 2,
+                 .Lq = 2,
+                 .Lk = 1100,
+                 .D = 13,
+                 .Dv = 5,
+                 .alibi = 1,
+                 .sinks = true,
+                 .causal = Causal::bottom_right,
+                 .softcap = 3.0},
+                16, 0);
+  }
+}
+
+// Rows [begin, end) of an array with one number a place.
+TensorView numbers(std::vector<float>& x, int64_t heads, int64_t rows) {
+  TensorView v;
+  v.data = x.data();
+  v.stride_b1 = heads * rows;
+  v.stride_h = rows;
+  v.stride_l = 1;
+  return v;
+}
+
+TEST(cache, int8_holds_rounded_numbers_and_attends_to_those) {
+  for (const int64_t rows : {1, 20}) {
+    Case c{.name = "int8", .Hq = 4, .Hkv = 2, .Lq = rows, .Lk = 300, .D = 24, .Dv = 40, .causal = Causal::bottom_right};
+    Problem problem(c);
+    for_each_isa([&] {
+      Problem dequantised(c);
+      const int64_t places = c.Lk + 2;
+      std::vector<int8_t> data[2];
+      std::vector<float> scales[2];
+      for (const bool keys : {true, false}) {
+        const int64_t width = keys ? c.D : c.Dv;
+        auto& x = data[keys];
+        auto& s = scales[keys];
+        x.assign(static_cast<size_t>(c.Hkv * places * width), int8_t{77});
+        s.assign(static_cast<size_t>(c.Hkv * places), std::numeric_limits<float>::quiet_NaN());
+        AppendParams p;
+        p.batch = 1;
+        p.heads = c.Hkv;
+        p.n = c.Lk;
+        p.D = width;
+        p.from = (keys ? problem.k : problem.v).view();
+        p.to.data = x.data();
+        p.to.dtype = DType::int8;
+        p.to.stride_b1 = c.Hkv * places * width;
+        p.to.stride_h = places * width;
+        p.to.stride_l = width;
+        p.to.stride_d = 1;
+        p.scale = numbers(s, c.Hkv, places);
+        const int64_t zero = 0;
+        p.positions = &zero;
+        cpu::kernels().append(p, threads(2));
+        for (int64_t h = 0; h < c.Hkv; ++h) {
+          for (int64_t j = 0; j < c.Lk; ++j) {
+            double largest = 0;
+            Tensor& rounded = keys ? dequantised.k : dequantised.v;
+            for (int64_t d = 0; d < width; ++d) largest = std::max(largest, std::fabs(rounded.get(0, 0, h, j, d)));
+            const float scale = s[static_cast<size_t>(h * places + j)];
+            CHECK(scale == static_cast<float>(static_cast<float>(largest) / 127.0f), "scale %g for %g", scale, largest);
+            for (int64_t d = 0; d < width; ++d) {
+              const int8_t got = x[static_cast<size_t>((h * places + j) * width + d)];
+              const float exact = static_cast<float>(rounded.get(0, 0, h, j, d)) / scale;
+              CHECK(got == std::nearbyint(exact), "%d for %g", got, exact);
+              rounded.set(0, 0, h, j, d, static_cast<double>(got) * static_cast<double>(scale));
+            }
+          }
+        }
+      }
+      Forward f{problem.like_queries(c.Dv, kNaN), problem.like_rows(kNaN), Tensor(), Tensor()};
+      ForwardParams p;
+      static_cast<AttentionParams&>(p) = problem.params();
+      for (const bool keys : {true, false}) {
+        TensorView& view = keys ? p.k : p.v;
+        const int64_t width = keys ? c.D : c.Dv;
+        view.data = data[keys].data();
+        view.dtype = DType::int8;
+        view.stride_h = places * width;
+        view.stride_l = width;
+        view.stride_d = 1;
+        (keys ? p.scales.k : p.scales.v) = numbers(scales[keys], c.Hkv, places);
+      }
+      p.total_lengths = &c.Lk;
+      p.out = f.out.view();
+      cpu::kernels().forward(p, threads(2));
+      check_close("out", f.out, reference_forward(dequantised).out,
+                  {.relative = 1e-5, .of_sum = 1e-5, .absolute = 1e-6});
+    });
+  }
+}
+
+TEST(cache, a_row_with_nan_becomes_nan_and_a_row_of_zeros_stays) {
+  for_each_isa([&] {
+    const std::vector<float> rows = {0, 0, 0, 1, static_cast<float>(kNaN), 2, 1, std::numeric_limits<float>::infinity(),
+                                     2};
+    std::vector<int8_t> x(9, int8_t{5});
+    std::vector<float> scale(3, 7.0f);
+    AppendParams p;
+    p.batch = p.heads = 1;
+    p.n = 3;
+    p.D = 3;
+    p.from.data = const_cast<float*>(rows.data());
+    p.from.stride_l = 3;
+    p.from.stride_d = 1;
+    p.to = p.from;
+    p.to.data = x.data();
+    p.to.dtype = DType::int8;
+    p.scale = numbers(scale, 1, 3);
+    const int64_t zero = 0;
+    p.positions = &zero;
+    cpu::kernels().append(p, threads(1));
+    CHECK(scale[0] == 0 && std::isnan(scale[1]) && std::isnan(scale[2]), "%g %g %g", scale[0], scale[1], scale[2]);
+    CHECK(std::all_of(x.begin(), x.end(), [](int8_t n) { return n == 0; }), "numbers without a scale");
+  });
+}
+
+TEST(cache, rotary_turns_pairs_by_their_positions) {
+  constexpr int64_t D = 10, pairs = 4, count = 3, first = 5;
+  for (const bool interleaved : {false, true}) {
+    std::vector<float> cos(8 * pairs), sin(8 * pairs), x(count * D);
+    Random random(1);
+    for (auto* table : {&cos, &sin, &x}) {
+      for (float& number : *table) number = static_cast<float>(random.uniform(-1, 1));
+    }
+    for_each_isa([&] {
+      std::vector<float> got((first + count) * D, static_cast<float>(kNaN));
+      AppendParams p;
+      p.batch = p.heads = 1;
+      p.n = count;
+      p.D = D;
+      p.from.data = x.data();
+      p.from.stride_l = D;
+      p.from.stride_d = 1;
+      p.to = p.from;
+      p.to.data = got.data();
+      p.positions = &first;
+      p.cos = cos.data();
+      p.sin = sin.data();
+      p.cos_stride = p.sin_stride = pairs;
+      p.rotary_dim = 2 * pairs;
+      p.interleaved = interleaved;
+      cpu::kernels().append(p, threads(1));
+      for (int64_t i = 0; i < count; ++i) {
+        const float* row = x.data() + i * D;
+        const float* turned = got.data() + (first + i) * D;
+        for (int64_t n = 0; n < pairs; ++n) {
+          const int64_t a = interleaved ? 2 * n : n, b = interleaved ? 2 * n + 1 : n + pairs;
+          const double c = cos[static_cast<size_t>((first + i) * pairs + n)];
+          const double s = sin[static_cast<size_t>((first + i) * pairs + n)];
+          CHECK(std::fabs(turned[a] - (row[a] * c - row[b] * s)) < 1e-6, "first of pair %d", static_cast<int>(n));
+          CHECK(std::fabs(turned[b] - (row[b] * c + row[a] * s)) < 1e-6, "second of pair %d", static_cast<int>(n));
+        }
+        CHECK(turned[8] == row[8] && turned[9] == row[9], "features past rotary_dim were turned");
+      }
+      CHECK(std::all_of(got.begin(), got.begin() + first * D, [](float n) { return std::isnan(n); }), "wrote before");
+    });
+  }
+}
+
+}  // namespace
+}  // namespace attn_ext::test
