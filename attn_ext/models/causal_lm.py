@@ -230,7 +230,7 @@ class CausalLM(Saveable):
             tokens: the prompts, integers in [0, vocab_size).
             max_new_tokens: no row gets more. A row ends earlier by a token of eos; the result is as wide as the
                 longest row needs.
-            mask: (B, L) bool, True where a token stands, False where padding does.
+            mask: (B, L) bool, True where a token stands, False where padding does, wherever that is.
             temperature: 0 always takes the likeliest token. Otherwise one is drawn from
                 softmax(logits / temperature).
             top_k: draw from the top_k likeliest tokens only.
@@ -241,7 +241,8 @@ class CausalLM(Saveable):
             eos: a token, or several, that end a row. They are part of it.
             pad: what a row that has ended is filled up with; the first token of eos where not given.
             seed: of the random streams, one a row, so that a row draws the same in any batch. An integer stands for
-                all (see `generation.row_seed`), a list names one a row; without it torch's generator gives one.
+                all (see `attn_ext.models.generation.row_seed`), a list names one a row; without it torch's generator
+                gives one.
             callback: called with the new tokens (B,) as each column is complete, pad where a row has ended. Not with
                 beams.
             cache: the kind of cache, "contiguous" or "paged", which beams use where nothing is given. Or empty caches

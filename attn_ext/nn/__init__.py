@@ -12,6 +12,9 @@
 | `TransformerDecoder(num_layers, d_model, h, d_ff)` | (x, encoder_output, causal_mask, padding_mask) → x |
 | `GatedFeedForward(d_model, d_ff)` | x → x; SwiGLU or GEGLU |
 
+With `cache=` attention, blocks and stacks read new tokens behind those that a `KVCache` (decoders: a `DecoderCache`)
+holds, for one-token decoding and prompts in chunks.
+
 `from_torch(module)` makes ours of nn.MultiheadAttention, nn.TransformerEncoderLayer, …Encoder, …DecoderLayer and
 …Decoder, with the same weights; `to_torch` goes back.
 

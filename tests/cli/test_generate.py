@@ -135,7 +135,7 @@ def test_characters_come_whole_though_they_are_several_bytes(tmp_path: Path) -> 
     assert called_json(*arguments, "--tokens", "9")["text"] == "né 树\nn"
     assert call(*arguments, "--tokens", "9").stdout == "nné 树\nn\n"
     cut = called_json(*arguments, "--tokens", "5")["text"]  # in the middle of 树
-    assert cut == "né \ufffd"
+    assert cut == "né \ufffd" and call(*arguments, "--tokens", "5").stdout == "nné \ufffd\n"
 
 
 def test_what_steers_a_terminal_is_not_shown(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attn_ext import DecoderCache, KVCache, masks
 from attn_ext.models import CausalLM, Seq2SeqTransformer
-from attn_ext.models.generation import next_token_probabilities, row_seed
+from attn_ext.models.generation import Decoding, decode, next_token_probabilities, row_seed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -285,13 +285,18 @@ def test_memory_is_there_from_the_start_and_gone_at_the_end(monkeypatch: pytest.
 
     def noted(*args: Any, **options: Any) -> list[KVCache]:
         caches = CausalLM.new_cache(lm, *args, **options)
-        made.extend((weakref.ref(cache), cache.capacity) for cache in caches)
+        made.extend((weakref.ref(cache), repr(cache)) for cache in caches)
         return caches
 
     monkeypatch.setattr(lm, "new_cache", noted)
     lm.generate(prompt(9), 20)
+    lm.generate(prompt(9), 20, num_beams=3)
     gc.collect()
-    assert [capacity for _, capacity in made] == [28, 28] and not any(ref() for ref, _ in made)
+    assert len(made) == 4 and not any(ref() for ref, _ in made)
+    assert made[0][1].startswith("KVCache(") and "capacity=28," in made[0][1]
+    assert (
+        made[2][1].startswith("PagedKVCache(") and "page_size=16, num_blocks=2," in made[2][1]
+    )  # beams share them
 
 
 # ---------------------------------------------------------------------- drawing
@@ -468,8 +473,7 @@ def test_enough_beams_find_the_likeliest_text_of_all(
 
 @each_layout
 @pytest.mark.parametrize("kind", ["contiguous", "paged", None])
-@pytest.mark.parametrize("beams", [2, 5])
-@pytest.mark.parametrize("penalty", [0.0, 1.0])
+@pytest.mark.parametrize(("beams", "penalty"), [(2, 0.0), (5, 0.0), (2, 1.0), (5, 1.0), (3, 3.0), (3, -1.0)])
 def test_beams_are_those_of_a_plain_search(layout: str, kind: str | None, beams: int, penalty: float) -> None:
     lm, eos = flat_model(layout, 12), (2, 5)
     rows = [prompt(n, vocab=12, seed=n)[0] for n in (3, 7, 12)]
@@ -483,6 +487,52 @@ def test_beams_are_those_of_a_plain_search(layout: str, kind: str | None, beams:
         expected = plain_beams(scores, beams, 9, eos, penalty)
         assert trimmed(written, eos) == expected
         assert (written[len(expected) :] == -1).all()
+
+
+class Script:
+    """A model without weights: probabilities by rule, and a cache that is the texts themselves."""
+
+    def __init__(self, rule: Callable[[tuple[int, ...]], dict[int, float]], vocab: int) -> None:
+        self.rule, self.vocab = rule, vocab
+        self.texts: list[tuple[int, ...]] = [()]
+
+    def logits(self) -> Tensor:
+        rows = [[self.rule(text).get(token, 1e-9) for token in range(self.vocab)] for text in self.texts]
+        return torch.tensor(rows, dtype=torch.float64).log()
+
+    def reorder(self, indices: Sequence[int] | Tensor) -> None:
+        self.texts = [self.texts[i] for i in indices]
+
+    def read(self, tokens: Tensor, active: Tensor) -> Tensor:
+        assert active.tolist() == list(range(len(self.texts)))
+        self.texts = [(*text, token) for text, token in zip(self.texts, tokens.tolist(), strict=True)]
+        return self.logits()
+
+
+@pytest.mark.parametrize(
+    ("penalty", "first", "then", "expected"),
+    [
+        # log 0.4 = −0.92 at once, and log 0.12 / 4 = −0.53 at the end: long texts are favoured
+        (1.0, {0: 0.4, 1: 0.12}, {1: 1.0}, [1, 1, 1, 1]),
+        # log 0.1 · 1 = −2.3 at once, and log 0.5 · 2 = −1.4 in the next step: short ones are
+        (-1.0, {0: 0.1, 1: 0.5}, {0: 1.0}, [1, 0]),
+    ],
+)
+def test_a_search_goes_on_while_a_beam_may_become_better(
+    penalty: float, first: dict[int, float], then: dict[int, float], expected: list[int]
+) -> None:
+    rest = {token: (1 - sum(first.values())) / 6 for token in range(2, 8)}
+    uniform = dict.fromkeys(range(8), 1 / 8)
+    script = Script(lambda text: {**first, **rest} if not text else then if text[0] == 1 else uniform, 8)
+    decoding = Decoding("test", 8, 4, num_beams=2, eos=0, length_penalty=penalty)
+    assert decode(script.logits(), script.read, [script], decoding).tolist() == [expected]
+
+
+def test_a_search_stops_when_no_beam_can_become_better() -> None:
+    script = Script(lambda text: {0: 0.9, 1: 0.05, 2: 0.05}, 3)
+    decoding = Decoding("test", 3, 50, num_beams=2, eos=0, length_penalty=0.0)
+    assert decode(script.logits(), script.read, [script], decoding).tolist() == [[0]]
+    assert script.texts == []  # nothing was read, and the beams are gone
 
 
 def test_beams_find_a_likelier_text_than_greedy() -> None:
@@ -578,6 +628,7 @@ def test_the_callback_gets_each_column_as_it_is_complete() -> None:
     free = lm.generate(tokens, 10, mask=mask)[:, 7:]
 
     def collect(column: Tensor) -> None:
+        assert not column.is_inference()
         columns.append(column.clone())
         column.fill_(0)  # ours, not the model's
 
