@@ -34,13 +34,13 @@ class Recipe:
         ValueError: a number that no run can have. The message names it.
     """
 
-    d_model: int = 192
-    heads: int = 3
-    d_ff: int = 512
+    d_model: int = 128
+    heads: int = 2
+    d_ff: int = 352
     layers: int = 4
     context: int = 256
     dropout: float = 0.0
-    batch: int = 4
+    batch: int = 2
     parts: int = 2
     learning_rate: float = 3e-3
     warm_up: float = 0.02
