@@ -33,8 +33,8 @@ from .common import (
     says_errors_plainly,
     set_up,
 )
+from .train_lm import DEFAULT_OUT
 
-DEFAULT_MODEL = Path("lm.safetensors")
 DEFAULT_TOKENS = 200
 DEFAULT_TEMPERATURE = 0.8
 
@@ -44,7 +44,7 @@ def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="How the text begins.")],
     model: Annotated[
         Path, typer.Option(metavar="FILE.safetensors", help="A model of attn-ext train-lm.")
-    ] = DEFAULT_MODEL,
+    ] = DEFAULT_OUT,
     tokens: Annotated[
         int | None,
         typer.Option(

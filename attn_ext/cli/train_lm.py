@@ -38,6 +38,7 @@ from ..train import (
     training_processes,
 )
 from .common import (
+    EXIT_INTERRUPTED,
     JsonOption,
     ThreadsOption,
     UserError,
@@ -50,7 +51,6 @@ from .common import (
 )
 
 DEFAULT_OUT = Path("lm.safetensors")
-EXIT_INTERRUPTED = 130  # what shells give a program that Ctrl-C ended
 _DEFAULTS = Recipe()
 _OPTION_OF = {"learning_rate": "--lr"}  # where it is not the name with dashes
 

@@ -115,21 +115,13 @@ def greedy(model: Seq2SeqTransformer, source: Tensor) -> Tensor:
 
     A row that has written END goes on with PAD.
     """
-    encoded, hidden_padding = model.encode(source), (source != model.pad_idx)[:, None, None]
-    written = torch.full((source.shape[0], 1), START)
-    ended = torch.zeros(source.shape[0], dtype=torch.bool)
-    for _ in range(MAX_LEN):
-        token = model.decode(written, encoded, hidden_padding)[:, -1].argmax(dim=-1)
-        token = token.masked_fill(ended, PAD)
-        ended |= token == END
-        written = torch.cat([written, token[:, None]], dim=1)
-    return written[:, 1:]
+    written = model.generate(source, MAX_LEN, bos=START, eos=END)[:, 1:]
+    return F.pad(written, (0, MAX_LEN - written.shape[1]), value=PAD)
 
 
 def exact_matches(model: Seq2SeqTransformer, words: Tensor) -> int:
     """How many words (B, LONGEST) the model writes backwards without a fault, END included."""
-    with torch.no_grad():
-        return int((greedy(model, words) == reverse(words)[:, 1:]).all(dim=1).sum())
+    return int((greedy(model, words) == reverse(words)[:, 1:]).all(dim=1).sum())
 
 
 def train(
