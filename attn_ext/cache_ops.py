@@ -255,12 +255,11 @@ def _sequences(k_cache: Tensor, block_table: Tensor | None) -> int:
 
 
 def _tables(op: str, rotary: Rotary, like: Tensor) -> Rotary:
-    try:
-        cos, sin = rotary
-    except (TypeError, ValueError):
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
         raise TypeError(
-            f"attn_ext.{op}: rotary must be (cos, sin), two tensors, not {type(rotary).__name__}"
-        ) from None
+            f"attn_ext.{op}: rotary must be (cos, sin), two tensors in a tuple, not {type(rotary).__name__}"
+        )
+    cos, sin = rotary
     wanted = torch.float64 if like.dtype == torch.float64 else torch.float32
     for name, t in (("rotary cos", cos), ("rotary sin", sin)):
         expect_tensor(op, name, t)

@@ -86,6 +86,8 @@ struct Cache {
 };
 
 void check_cache(const Case& c, int64_t page, int64_t ring) {
+  static int64_t number = 0;
+  if (number++ % thinning() != 0 || given_up()) return;
   const Problem problem(c);
   const Context context(c.text() + (page ? ", pages of " + std::to_string(page) : "") +
                         (ring ? ", ring of " + std::to_string(ring) : ""));
