@@ -21,8 +21,9 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-# The tests that install the package in every way take minutes: PYTEST_ARGS="-m slow_build"
-PYTEST_ARGS ?= -m "not slow_build"
+# Left out: the tests that install the package in every way (PYTEST_ARGS="-m slow_build"), and those that train for
+# minutes (PYTEST_ARGS="-m long").
+PYTEST_ARGS ?= -m "not slow_build and not long"
 CMAKE_BUILD ?= build/cmake
 VENV := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),$(CURDIR)/.venv)
 PY := "$(VENV)/bin/python"

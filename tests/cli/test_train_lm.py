@@ -303,7 +303,7 @@ def test_ctrl_c_while_scoring_leaves_the_saved_model(
     assert isinstance(load(out), CausalLM)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_ten_minutes_on_pythons_documentation_beat_gzip(tmp_path: Path) -> None:
     with running("--out", tmp_path / "m", "--json", "--threads", "2") as process:

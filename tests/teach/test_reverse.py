@@ -100,7 +100,7 @@ def test_held_out_words_are_never_trained_on(monkeypatch: pytest.MonkeyPatch) ->
     assert set(map(tuple, torch.cat(drawn[1:]).tolist())) & held_out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_it_is_learned(seed: int) -> None:
     model, run = reverse.train(seed, steps=900)
