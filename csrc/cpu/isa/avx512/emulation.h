@@ -29,6 +29,15 @@ inline Result convert(Vector a) {
   return result;
 }
 
+// Every 32-bit lane shifted right, the sign kept.
+inline __m512i shift_right(__m512i a, int bits) {
+  int32_t lanes[16];
+  std::memcpy(lanes, &a, sizeof lanes);
+  for (int32_t& x : lanes) x >>= bits;
+  std::memcpy(&a, lanes, sizeof lanes);
+  return a;
+}
+
 // Two of a's four 128-bit quarters, then two of b's.
 template <class Vector>
 inline Vector shuffle_quarters(Vector a, Vector b, int choice) {
@@ -71,6 +80,7 @@ inline __m256i to_half(__m512 a) {
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvtepu8_epi32
 #undef _mm512_cvtepi8_epi32
+#undef _mm512_srai_epi32
 #undef _mm512_cvtepi32_ps
 #undef _mm512_cvtepu8_epi64
 #undef _mm512_cvtepi32_epi16
@@ -84,6 +94,7 @@ inline __m256i to_half(__m512 a) {
 #undef _mm512_shuffle_f64x2
 #define _mm512_cvtepu16_epi32(a) (emulation::convert<__m512i, int32_t, uint16_t>(a))
 #define _mm512_cvtepu8_epi32(a) (emulation::convert<__m512i, int32_t, uint8_t>(a))
+#define _mm512_srai_epi32(a, bits) (emulation::shift_right(a, bits))
 #define _mm512_cvtepi8_epi32(a) (emulation::convert<__m512i, int32_t, int8_t>(a))
 #define _mm512_cvtepi32_ps(a) (emulation::convert<__m512, float, int32_t>(a))
 #define _mm512_cvtepu8_epi64(a) (emulation::convert<__m512i, int64_t, uint8_t>(a))
