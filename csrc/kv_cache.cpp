@@ -73,7 +73,8 @@ class Cache : public Call {
       if (t.ring) layout_.ring = capacity;
     }
     for (size_t b = 0; b < lengths.size(); ++b) {
-      ATTN_EXT_EXPECT(lengths[b] >= 0, op, "cache_lengths[", b, "] must be at least 0, not ", lengths[b]);
+      ATTN_EXT_EXPECT(lengths[b] >= 0, op, "sequence ", b, ": cache_lengths[", b, "] must be at least 0, not ",
+                      lengths[b]);
       ATTN_EXT_EXPECT(lengths[b] <= kLongest, op, "cache_lengths[", b, "] is ", lengths[b], ", more than 2^40");
     }
     totals = lengths;

