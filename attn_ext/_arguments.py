@@ -304,17 +304,23 @@ def read_indices(op: str, name: str, index: Any, size: int, device: torch.device
         if not compiling() and readable(index):
             _expect_inside(op, name, index.tolist(), size)
         return torch.where(index < 0, index + size, index)
+    chosen = whole_numbers(op, name, index)
+    _expect_inside(op, name, chosen, size)
+    return torch.tensor([n % size for n in chosen], dtype=torch.int64, device=device)
+
+
+def whole_numbers(op: str, name: str, sequence: Any) -> list[int]:
+    """Raises TypeError for all but sequences of integers, NumPy's included."""
     try:
-        found = [index_of(n) for n in index]
+        found = [index_of(n) for n in sequence]
     except TypeError:  # one integer, a slice: nothing that can be gone through
         raise TypeError(
-            f"attn_ext.{op}: {name} must be a sequence of integers, not {type(index).__name__}"
+            f"attn_ext.{op}: {name} must be a sequence of integers, not {type(sequence).__name__}"
         ) from None
     chosen = [n for n in found if n is not None]
     if len(chosen) < len(found):
-        raise TypeError(f"attn_ext.{op}: {name} must be a sequence of integers, not {index!r}")
-    _expect_inside(op, name, chosen, size)
-    return torch.tensor([n % size for n in chosen], dtype=torch.int64, device=device)
+        raise TypeError(f"attn_ext.{op}: {name} must be a sequence of integers, not {sequence!r}")
+    return chosen
 
 
 def _expect_inside(op: str, name: str, index: Sequence[int], size: int) -> None:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written whole or not at all, and files of tensors, read or refused in a sentence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import secrets
 from pathlib import Path
 
-__all__ = ["write_whole"]
+from torch import Tensor
+
+__all__ = ["read_tensors", "write_whole"]
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
@@ -33,6 +35,28 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
         partial.unlink(missing_ok=True)
         raise
     _flush_folder(target.parent)
+
+
+def read_tensors(path: Path, kind: str, error: type[Exception]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a safetensors file.
+
+    Raises:
+        error: it is missing, a folder, truncated or no such file, or safetensors is not installed. The message is a
+            sentence, and calls the file a `kind`.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as missing:
+        raise error(f"Reading a {kind} needs {missing.name}: pip install safetensors") from missing
+    try:
+        if path.is_dir():
+            raise error(f"{path} is a folder, not the file of a {kind}.")
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+    except FileNotFoundError:
+        raise error(f"{path} does not exist: there is no {kind}.") from None
+    except (SafetensorError, OSError) as found:
+        raise error(f"{path} is truncated, or no safetensors file ({found}).") from found
 
 
 def _flush_folder(folder: Path) -> None:

@@ -5,6 +5,8 @@ Only what greedy writing needs: all sequences equally long, the prompt in one pi
 
 from __future__ import annotations
 
+import abc
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch import Tensor
 from attn_ext.models import CausalLM
 
 
-class TorchCache:
+class TorchCache(abc.ABC):
     """What both have in common: new keys are turned by their positions and stored, then SDPA attends."""
 
     def __init__(self, batch: int, dtype: torch.dtype) -> None:
@@ -53,9 +55,9 @@ class TorchCache:
             q, keys, values, is_causal=n > 1, enable_gqa=q.shape[1] != k.shape[1]
         )
 
+    @abc.abstractmethod
     def _store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores new tokens; returns all keys and values."""
-        raise NotImplementedError
 
 
 class SliceCache(TorchCache):

@@ -242,18 +242,20 @@ class Cache : public Call {
                     ", blocks per sequence) for the ", batch[1], " numbers of cache_lengths, not ",
                     shape_string(table));
     ATTN_EXT_EXPECT(capacity > 0, op, "the pages of the cache must have at least one place: ", came());
-    const auto* data = static_cast<const int32_t*>(table.data_ptr());
     const int64_t blocks = table.size(1);
     expect_addressable("block_table", table);
-    for (int64_t b = 0; b < batch[1]; ++b) {
-      for (int64_t n = 0; n < blocks; ++n) table_.push_back(data[b * table.stride(0) + n * table.stride(1)]);
-    }
+    // Read in place: a copy would cost an append what the whole sequence has of blocks.
+    table_ = table.stride(1) == 1 || blocks <= 1 ? table : contiguous_rows(table);
     layout_.page_size = capacity;
-    layout_.block_table = table_.data();
-    layout_.table_stride = blocks;
+    layout_.block_table = static_cast<const int32_t*>(table_.data_ptr());
+    layout_.table_stride = table_.stride(0);
     static constexpr int32_t kNothing = 0;
     if (layout_.block_table == nullptr) layout_.block_table = &kNothing;  // an empty table is still one
     capacity *= blocks;
+  }
+
+  int32_t block_of(size_t b, int64_t n) const {
+    return layout_.block_table[static_cast<int64_t>(b) * layout_.table_stride + n];
   }
 
   // That sequence b has blocks of the pool for positions [begin, end).
@@ -261,7 +263,7 @@ class Cache : public Call {
     if (!tensors_.block_table) return;
     const int64_t pool = tensors_.k.size(0), page = layout_.page_size;
     for (int64_t n = begin / page; n * page < end; ++n) {
-      const int32_t block = table_[b * static_cast<size_t>(layout_.table_stride) + static_cast<size_t>(n)];
+      const int32_t block = block_of(b, n);
       ATTN_EXT_EXPECT_PLACE(block >= 0 && block < pool, op, "sequence ", b, ": block_table[", b, ", ", n,
                             "] must name one of the ", pool, " blocks for positions ", n * page, " to ",
                             std::min((n + 1) * page, end) - 1, ", not ", block);
@@ -279,7 +281,7 @@ class Cache : public Call {
     for (size_t b = 0; b < totals.size(); ++b) {
       for (int64_t at = lengths[b]; at < totals[b];) {
         const int64_t n = at / page, end = std::min(totals[b], (n + 1) * page);
-        const int64_t block = table_[b * static_cast<size_t>(layout_.table_stride) + static_cast<size_t>(n)];
+        const int64_t block = block_of(b, n);
         written.push_back({block * page + at % page, block * page + at % page + (end - at), b});
         at = end;
       }
@@ -372,9 +374,8 @@ class Cache : public Call {
   const CacheTensors& tensors_;
   CacheLayout layout_;
   CacheScales scales_;
-  std::vector<int32_t> table_;
   std::vector<int64_t> positions_, query_positions_;
-  Tensor cos_, sin_;
+  Tensor table_, cos_, sin_;
   int64_t rotary_dim_ = 0;
   bool appended_ = false;
 };

@@ -88,6 +88,16 @@ def check_writable(option: str, path: Path) -> None:
         raise UserError(f"{option} {path}: its folder may not be written.")
 
 
+def finish(report: dict[str, Any], show: Callable[[dict[str, Any], Console], None], json: bool) -> None:
+    """Print a report, as JSON or as `show` does; exit code 1 where it says that something is not "ok"."""
+    if json:
+        print_json(report)
+    else:
+        show(report, out())
+    if not report.get("ok", True):
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
 @contextmanager
 def thread_count(threads: int | None) -> Iterator[None]:
     """Run a block with this many CPU threads (None: as many as now), then go back."""

@@ -32,12 +32,10 @@ from ..embed import (
 )
 from ..models.minilm import MiniLM, WeightsError, load_tokenizer, packaged_weights
 from .common import (
-    EXIT_CHECK_FAILED,
     JsonOption,
     ThreadsOption,
     UserError,
-    out,
-    print_json,
+    finish,
     progress,
     says_errors_plainly,
     set_up,
@@ -98,12 +96,7 @@ def embed(
     )
     if save is not None:
         _save(save, vectors, paragraphs[:limit])
-    if json:
-        print_json(report)
-    else:
-        show(report, out())
-    if not report["ok"]:
-        raise typer.Exit(EXIT_CHECK_FAILED)
+    finish(report, show, json)
 
 
 def run(

@@ -16,7 +16,7 @@ from torch import nn
 from ..models import TextClassifier, WeightsError
 from ..models import load as load_model
 from ..teach.heatmap import collect_weights, draw, panels, save_figure
-from .common import JsonOption, UserError, out, print_json, says_errors_plainly, set_up
+from .common import JsonOption, UserError, finish, says_errors_plainly, set_up
 from .train_classifier import DEFAULT_PATH
 
 DEFAULT_TOKENS = (12, 5, 3, 16, 9, 7, 1, 14)
@@ -65,10 +65,7 @@ def heatmap(
     if not model.exists():
         raise UserError(f"{model} does not exist; attn-ext train-classifier makes a model to look at.")
     report = run(load_model(model), str(model), sentence, watch or DEFAULT_WATCHED, block, head, name)
-    if json:
-        print_json(report)
-    else:
-        show(report, out())
+    finish(report, show, json)
 
 
 def run(

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from .. import __version__, backend
 from .._load import _C
-from .common import JsonOption, ThreadsOption, out, print_json, says_errors_plainly, set_up
+from .common import JsonOption, ThreadsOption, finish, says_errors_plainly, set_up
 
 
 @says_errors_plainly()
@@ -26,10 +26,7 @@ def info(threads: ThreadsOption = None, json: JsonOption = False) -> None:
     """
     set_up(threads)
     report = collect()
-    if json:
-        print_json(report)
-    else:
-        show(report, out())
+    finish(report, show, json)
 
 
 def collect() -> dict[str, Any]:

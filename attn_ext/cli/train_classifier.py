@@ -16,11 +16,9 @@ from ..models import save as save_model
 from ..teach import classifier
 from ..teach.classifier import BalancedRun, Score, UnbalancedRun
 from .common import (
-    EXIT_CHECK_FAILED,
     JsonOption,
     check_writable,
-    out,
-    print_json,
+    finish,
     progress,
     says_errors_plainly,
     set_up,
@@ -54,12 +52,7 @@ def train_classifier(
     set_up(None)
     with thread_count(threads):
         report = run(seed, save)
-    if json:
-        print_json(report)
-    else:
-        show(report, out())
-    if not report["ok"]:
-        raise typer.Exit(EXIT_CHECK_FAILED)
+    finish(report, show, json)
 
 
 def run(seed: int, path: Path) -> dict[str, Any]:

@@ -15,11 +15,9 @@ from ..models import WeightsError
 from ..models import save as save_model
 from ..teach import reverse
 from .common import (
-    EXIT_CHECK_FAILED,
     JsonOption,
     check_writable,
-    out,
-    print_json,
+    finish,
     progress,
     says_errors_plainly,
     set_up,
@@ -53,12 +51,7 @@ def train_reverse(
     set_up(None)
     with thread_count(threads):
         report = run(seed, save)
-    if json:
-        print_json(report)
-    else:
-        show(report, out())
-    if not report["ok"]:
-        raise typer.Exit(EXIT_CHECK_FAILED)
+    finish(report, show, json)
 
 
 def run(seed: int, path: Path) -> dict[str, Any]:

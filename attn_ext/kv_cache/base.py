@@ -21,6 +21,7 @@ from attn_ext._arguments import (
     index_of,
     integer_tensor,
     read_indices,
+    whole_numbers,
 )
 from attn_ext.cache_ops import attention_with_kv_cache, kv_cache_append_
 
@@ -35,6 +36,11 @@ class Storage(NamedTuple):
     k_scales: Tensor | None  # (first, Hkv, rows) float32, where k and v are int8
     v_scales: Tensor | None
     block_table: Tensor | None = None  # (B, blocks per sequence) int32
+
+    @property
+    def options(self) -> dict[str, Tensor | None]:
+        """The operators' options that say how the cache is laid out."""
+        return {"block_table": self.block_table, "k_scales": self.k_scales, "v_scales": self.v_scales}
 
     @property
     def data(self) -> tuple[Tensor, ...]:
@@ -179,11 +185,9 @@ class BaseCache(abc.ABC):
             k,
             v,
             self.lengths,
-            block_table=storage.block_table,
+            **storage.options,
             ring=self._ring,
             cu_seqlens=cu_seqlens,
-            k_scales=storage.k_scales,
-            v_scales=storage.v_scales,
             rotary=rotary,
             rotary_interleaved=rotary_interleaved,
         )
@@ -236,11 +240,9 @@ class BaseCache(abc.ABC):
             self.lengths,
             k=k,
             v=v,
-            block_table=storage.block_table,
+            **storage.options,
             ring=self._ring,
             cu_seqlens=cu_seqlens,
-            k_scales=storage.k_scales,
-            v_scales=storage.v_scales,
             causal=causal,
             window=window,
             scale=scale,
@@ -413,15 +415,7 @@ class BaseCache(abc.ABC):
         one = index_of(lengths)
         if one is not None:
             return [one] * self.batch
-        try:
-            found = [index_of(n) for n in lengths]
-        except TypeError:  # nothing that can be gone through
-            raise TypeError(
-                f"attn_ext.{op}: lengths must be an integer or a sequence of them, not {type(lengths).__name__}"
-            ) from None
-        chosen = [n for n in found if n is not None]
-        if len(chosen) < len(found):
-            raise TypeError(f"attn_ext.{op}: lengths must be integers, not {lengths!r}")
+        chosen = whole_numbers(op, "lengths", lengths)
         if len(chosen) != self.batch:
             raise ValueError(
                 f"attn_ext.{op}: lengths must be one for each of the {self.batch} sequences, not {len(chosen)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._arguments import compiling
 from ..kv_cache import BaseCache, DecoderCache, KVCache, PagedKVCache, SlidingKVCache
+from ..nn.transformer import one_a_layer
 
 __all__ = [
     "KINDS",
@@ -17,7 +18,7 @@ __all__ = [
     "expect_fresh",
     "expect_positions",
     "expect_tokens",
-    "kind_for",
+    "given_or_new",
     "new_caches",
     "reserve",
 ]
@@ -69,7 +70,7 @@ def new_caches(
     return [PagedKVCache(batch, **options, page_size=page_size, num_blocks=blocks) for _ in range(num_layers)]
 
 
-def kind_for(num_beams: int, kind: str | None) -> str:
+def _kind_for(num_beams: int, kind: str | None) -> str:
     """The kind that was asked for; otherwise beams get blocks, which they share instead of copying."""
     return kind or ("paged" if num_beams > 1 else "contiguous")
 
@@ -82,6 +83,22 @@ def expect_fresh(who: str, caches: Sequence[BaseCache | DecoderCache], batch: in
                 f"{who}: expected empty caches of {batch} sequences, and that of layer {layer} has {cache.batch} with "
                 f"{cache.max_length} tokens in the longest; reset() empties it"
             )
+
+
+def given_or_new(
+    who: str,
+    given: Sequence[Any] | str | None,
+    num_layers: int,
+    batch: int,
+    num_beams: int,
+    make: Callable[[str], Sequence[Any]],
+) -> Sequence[Any]:
+    """The caches that a call of generate works with: those given, once they are known to fit, or made of a kind."""
+    if given is None or isinstance(given, str):
+        return make(_kind_for(num_beams, given))
+    one_a_layer(who, given, num_layers)
+    expect_fresh(who, given, batch)
+    return given
 
 
 def reserve(who: str, caches: Sequence[BaseCache | DecoderCache], lengths: Sequence[int]) -> None:

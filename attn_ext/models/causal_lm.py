@@ -12,7 +12,7 @@ from ..kv_cache import BaseCache, SlidingKVCache
 from ..nn import RotaryEmbedding, TransformerEncoder
 from ..nn.positional import next_positions, table_dtype
 from ..nn.transformer import one_a_layer
-from .caches import cache_dtype, expect_fresh, expect_positions, expect_tokens, kind_for, new_caches, reserve
+from .caches import cache_dtype, expect_positions, expect_tokens, given_or_new, new_caches, reserve
 from .generation import Decoding, decode, one_each, read_prompt, writing
 from .saving import Saveable
 
@@ -263,7 +263,11 @@ class CausalLM(Saveable):
         )  # fmt: skip
         prompt = read_prompt(who, tokens, mask, self.embedding.num_embeddings)
         needed = [n + max(0, max_new_tokens - 1) for n in prompt.lengths]  # the last new token is not read
-        caches = self._fresh_caches(who, cache, needed, num_beams)
+        capacity = min(max(needed, default=1), self.max_len)
+        caches = given_or_new(
+            who, cache, len(self.blocks.layers), len(needed), num_beams,
+            lambda kind: self.new_cache(len(needed), capacity, kind=kind),
+        )  # fmt: skip
         if not self._endless(caches) and max(needed, default=0) > self.max_len:
             raise ValueError(
                 f"{who}: a prompt of {max(prompt.lengths)} tokens and {max_new_tokens} new ones, of which the last is "
@@ -281,16 +285,6 @@ class CausalLM(Saveable):
             first = self._last_logits(prompt.tokens, caches, prompt.cu_seqlens)
             new = decode(first, read, caches, decoding)
         return torch.cat([tokens, new.to(tokens.dtype)], dim=1)
-
-    def _fresh_caches(
-        self, who: str, cache: str | Sequence[BaseCache] | None, needed: Sequence[int], num_beams: int
-    ) -> Sequence[BaseCache]:
-        if cache is None or isinstance(cache, str):
-            capacity = min(max(needed, default=1), self.max_len)
-            return self.new_cache(len(needed), capacity, kind=kind_for(num_beams, cache))
-        one_a_layer(who, cache, len(self.blocks.layers))
-        expect_fresh(who, cache, len(needed))
-        return cache
 
     def _last_logits(self, tokens: Tensor, cache: Sequence[BaseCache], cu_seqlens: Tensor | None) -> Tensor:
         """forward's logits of the last token of each row alone, (B, vocab_size)."""

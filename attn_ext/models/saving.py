@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .._files import write_whole
+from .._files import read_tensors, write_whole
 from .errors import WeightsError
 
 __all__ = ["Saveable", "load", "save"]
@@ -135,20 +135,7 @@ def _tensors_and_sharing(model: nn.Module) -> tuple[dict[str, Tensor], dict[str,
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Metadata and tensors of a file that `save` wrote; raises WeightsError for any other."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as error:
-        raise WeightsError(f"Reading a model needs {error.name}: pip install safetensors") from error
-    try:
-        if path.is_dir():
-            raise WeightsError(f"{path} is a folder, not the file of a model.")
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}
-    except FileNotFoundError:
-        raise WeightsError(f"{path} does not exist.") from None
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} is truncated, or no safetensors file ({error}).") from error
+    metadata, state = read_tensors(path, "model", WeightsError)
     if metadata.get("format") != _FORMAT or not {"class", "config", "shared"} <= metadata.keys():
         raise WeightsError(f"{path} was not written by attn_ext.models.save: its metadata names no model.")
     return metadata, state

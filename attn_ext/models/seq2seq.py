@@ -15,10 +15,9 @@ from ..nn.positional import next_positions
 from ..nn.transformer import one_a_layer
 from .caches import (
     cache_dtype,
-    expect_fresh,
     expect_positions,
     expect_tokens,
-    kind_for,
+    given_or_new,
     new_caches,
     reserve,
 )
@@ -228,12 +227,10 @@ class Seq2SeqTransformer(Saveable):
                 f"positions, and max_len is {max_len}"
             )
         needed = [max_new_tokens] * len(source)
-        if cache is None or isinstance(cache, str):
-            caches = self.new_cache(len(source), max(1, max_new_tokens), kind=kind_for(num_beams, cache))
-        else:
-            one_a_layer(who, cache, len(self.decoder.layers))
-            expect_fresh(who, cache, len(source))
-            caches = cache
+        caches = given_or_new(
+            who, cache, len(self.decoder.layers), len(source), num_beams,
+            lambda kind: self.new_cache(len(source), max(1, max_new_tokens), kind=kind),
+        )  # fmt: skip
         if not max_new_tokens or not len(source):
             return start
         reserve(who, caches, needed)

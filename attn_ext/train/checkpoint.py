@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._files import write_whole
+from .._files import read_tensors, write_whole
 from .recipe import Recipe
 
 __all__ = ["Checkpoint", "CheckpointError"]
@@ -87,22 +87,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it is missing, truncated, of another kind, or damaged; or safetensors is not installed.
         """
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ModuleNotFoundError as error:
-            raise CheckpointError(
-                f"Reading a checkpoint needs {error.name}: pip install safetensors"
-            ) from error
-        if Path(path).is_dir():
-            raise CheckpointError(f"{path} is a folder, not a checkpoint.")
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist: there is no checkpoint to go on from.") from None
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is truncated, or no safetensors file ({error}).") from error
+        metadata, tensors = read_tensors(Path(path), "checkpoint", CheckpointError)
         if metadata.get("format") != _FORMAT:
             raise CheckpointError(f"{path} is no checkpoint of a training run: {_what_it_is(metadata)}.")
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ pytest.importorskip("typer", reason="typer is not installed: pip install typer")
 pytest.importorskip("rich", reason="rich is not installed: pip install rich")
 pytest.importorskip("safetensors", reason="safetensors is not installed: pip install safetensors")
 
+from cli_support import assert_refused, read_json
 from typer.testing import CliRunner, Result
 
 from attn_ext.cli import generate as command
@@ -72,18 +72,7 @@ def call(*arguments: str | Path) -> Result:
 
 
 def called_json(*arguments: str | Path) -> dict[str, Any]:
-    result = call(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    assert result.stderr == ""
-    return json.loads(result.stdout)
-
-
-def assert_refused(result: Result, *words: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert result.stdout == "" and len(result.stderr.splitlines()) == 1, result.output
-    assert result.stderr.startswith("attn-ext: ") and "Traceback" not in result.stderr
-    for word in words:
-        assert word in result.stderr, result.stderr
+    return read_json(call(*arguments, "--json"))
 
 
 def test_the_report_has_the_text_the_speeds_and_the_memory(path: Path) -> None:

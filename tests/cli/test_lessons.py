@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 import attn_ext
+from attn_ext.cli import common
 from attn_ext.cli import train_classifier as train_command
 from attn_ext.cli import walkthrough as walkthrough_command
 from attn_ext.cli import walkthrough_texts as texts
@@ -173,7 +174,7 @@ def test_training_as_text_shows_baselines_and_fits_80_columns(
     trained: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    train_command.show({**trained, "model": "m"}, train_command.out())
+    train_command.show({**trained, "model": "m"}, common.out())
     text = capsys.readouterr().out
     assert widest(text) <= 80
     assert "0.920      (0.920)                 0.860      (0.860)" in text and "Nothing was learned" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -22,11 +23,9 @@ QUERY_HEADS, HEADS, WIDTH, MOST = 2, 1, 3, 40
 class Script(RuleBasedStateMachine):
     """What is common: the model is one list of tokens a sequence, each (k, v) of shape (HEADS, WIDTH)."""
 
+    make: Callable[[int], Any]  # an empty cache of so many sequences; each kind below has its own
     cache: Any
     window: tuple[int, int] | None = None
-
-    def make(self, batch: int) -> Any:
-        raise NotImplementedError
 
     @initialize(batch=st.integers(1, 3), seed=st.integers(0, 2**16))
     def start(self, batch: int, seed: int) -> None:

@@ -6,15 +6,6 @@
 namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
 namespace {
 
-// Calls f with the number of rows of a strip as a constant.
-template <class T, int MR = kTileRows<T>, class F>
-inline void with_row_count(int64_t rows, F&& f) {
-  if constexpr (MR > 1) {
-    if (rows < MR) return with_row_count<T, MR - 1>(rows, f);
-  }
-  f(std::integral_constant<int, MR>());
-}
-
 // Whether a tensor's rows can be read in whole vectors.
 template <class T>
 inline bool direct_layout(const TensorView& view, int64_t width) {

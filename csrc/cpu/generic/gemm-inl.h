@@ -68,24 +68,27 @@ inline void tile(int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T*
   }
 }
 
-template <class T, int NV, Start start, Along along, int MR = kTileRows<T>, class B, class... Asked>
-inline void tile_of(int64_t rows, int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c, int64_t ldc,
-                    Asked... ahead) {
+// Calls f with the number of rows of a strip as a constant.
+template <class T, int MR = kTileRows<T>, class F>
+inline void with_row_count(int64_t rows, F&& f) {
   if constexpr (MR > 1) {
-    if (rows < MR) return tile_of<T, NV, start, along, MR - 1>(rows, K, a, lda, b, ldb, c, ldc, ahead...);
+    if (rows < MR) return with_row_count<T, MR - 1>(rows, f);
   }
-  tile<T, MR, NV, start, along>(K, a, lda, b, ldb, c, ldc, ahead...);
+  f(std::integral_constant<int, MR>());
 }
 
 // One strip (at most kTileRows rows) times one panel of B, `vecs` (1 or 2) vectors wide.
 template <class T, Start start, Along along, class B, class... Asked>
 inline void multiply(int64_t rows, int vecs, int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c,
                      int64_t ldc, Asked... ahead) {
-  if (vecs == kTileVecs) {
-    tile_of<T, kTileVecs, start, along>(rows, K, a, lda, b, ldb, c, ldc, ahead...);
-  } else {
-    tile_of<T, 1, start, along>(rows, K, a, lda, b, ldb, c, ldc, ahead...);
-  }
+  with_row_count<T>(rows, [&](auto count) {
+    constexpr int MR = decltype(count)::value;
+    if (vecs == kTileVecs) {
+      tile<T, MR, kTileVecs, start, along>(K, a, lda, b, ldb, c, ldc, ahead...);
+    } else {
+      tile<T, MR, 1, start, along>(K, a, lda, b, ldb, c, ldc, ahead...);
+    }
+  });
 }
 
 // Where B lies: packed panels (row length = the panel's width) or plain rows, of which panels are column ranges.
