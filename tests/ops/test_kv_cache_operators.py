@@ -548,3 +548,38 @@ def test_decoded_rows_have_the_bits_of_the_full_pass(isa: str, dtype: torch.dtyp
         found.append(attention_with_kv_cache(q, **cache, cache_lengths=start, k=k, v=v))
         start = end
     assert_same_bits(torch.cat(found, 2), expected, kind)
+
+
+# ------------------------------------------------------------------------------------------ as operators of torch
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("extras", ["plain", "options", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("kind", ["contiguous", "tokens first", "pages of 3", "ring"])
+def test_opcheck_passes_for_the_cache_ops(kind: str, dtype: torch.dtype, extras: str) -> None:
+    """Schemas name every tensor that is written and none else; fake tensors have the real shapes and strides."""
+    of_tokens = torch.float32 if dtype == torch.int8 else dtype
+    new = stacked(tokens([3, 3], of_tokens), 0, 3)
+    cu_seqlens = None
+    if extras == "packed":
+        new, cu_seqlens = packed(tokens([3, 3], of_tokens), [(0, 3), (1, 2)])
+    cache = store("contiguous" if kind == "ring" else kind, 2, 9, dtype)
+    for name, t in cache.items():
+        if name != "block_table":
+            t.fill_(1)  # opcheck compares before and after, and NaN is not equal to itself
+    stored = [cache[n] for n in ("k_cache", "v_cache")]
+    tables = make((9, 2)) if extras == "options" else None
+    places = [
+        torch.tensor([4, 6]), cache.get("block_table"), cache.get("k_scales"), cache.get("v_scales"), cu_seqlens,
+        tables, tables, kind == "ring", False,
+    ]  # fmt: skip
+    options: list[Any] = [None, None, 2, None if kind != "ring" else 5, None, None, 0.0]
+    if extras == "options":
+        options = [torch.tensor([0.1, 0.2, 0.3, 0.4]), make((4,), of_tokens), 2, 3, 0, 0.5, 2.0]
+    ops = torch.ops.attn_ext
+    torch.library.opcheck(ops.kv_cache_append_.default, (*stored, new.k, new.v, *places))
+    torch.library.opcheck(ops.attention_with_kv_cache.default, (new.q, *stored, *places, *options))
+    torch.library.opcheck(
+        ops.attention_with_kv_cache_append_.default, (new.q, *stored, new.k, new.v, *places, *options)
+    )
