@@ -1,9 +1,9 @@
 """Reading the arguments of a call: what came is brought into one form, or refused in one clear sentence.
 
-The functions of `ops.py` read their arguments here. Shapes are then left to the kernels, which check them at no cost
-that can be felt (`Call` in csrc/attention.cpp); `check_call` is the same in Python, for calls that reach no kernel:
-tensors without data, functorch and forward-mode AD, the reference, `explain`. Both say the same in the same words:
-attn_ext.<function>: what was expected, and what came.
+The functions of `ops.py` and `cache_ops.py` read their arguments here. Shapes are then left to the kernels, which
+check them at no cost that can be felt (`Call` in csrc/call.h); `check_call` is the same in Python, for calls that reach
+no kernel: tensors without data, functorch and forward-mode AD, the reference, `explain`. Both say the same in the same
+words: attn_ext.<function>: what was expected, and what came.
 """
 
 from __future__ import annotations

@@ -76,8 +76,10 @@ def kv_cache_append_(
 
     Raises:
         IndexError: more tokens than the capacity has room for; the message names sequence, position, count, capacity.
-        TypeError, ValueError: dtypes, shapes or lengths that do not fit; blocks that are not in the pool or would be
-            written for two sequences; inputs that need a gradient. Nothing is written then.
+            Blocks that are not in the pool; rotary tables that do not reach so far.
+        TypeError, ValueError: dtypes, shapes or lengths that do not fit; blocks that would be written for two
+            sequences; a cache that lies in the memory of another argument; inputs that need a gradient.
+        Nothing is written then.
     """
     op = "kv_cache_append_"
     tensors = {
@@ -88,7 +90,9 @@ def kv_cache_append_(
         "k_scales": k_scales,
         "v_scales": v_scales,
     }
-    cache_lengths, cos, sin = _read(op, tensors, k, cache_lengths, block_table, cu_seqlens, rotary)
+    cache_lengths, cos, sin = _read(
+        op, tensors, k, cache_lengths, block_table, cu_seqlens, rotary, ("k_scales", "v_scales")
+    )
     try:
         _append(
             k_cache, v_cache, k, v, cache_lengths, block_table, k_scales, v_scales, cu_seqlens, cos, sin,
@@ -153,7 +157,8 @@ def attention_with_kv_cache(
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "k_scales": k_scales, "v_scales": v_scales,
         "sinks": sinks,
     }  # fmt: skip
-    cache_lengths, cos, sin = _read(op, tensors, q, cache_lengths, block_table, cu_seqlens, rotary)
+    optional = ("k", "v", "k_scales", "v_scales", "sinks")
+    cache_lengths, cos, sin = _read(op, tensors, q, cache_lengths, block_table, cu_seqlens, rotary, optional)
     if not isinstance(causal, bool) and causal != "bottom_right":
         raise ValueError(f"attn_ext.{op}: causal must be False, True or 'bottom_right', not {causal!r}")
     options = read_options(
@@ -202,12 +207,13 @@ def _read(
     block_table: Tensor | None,
     cu_seqlens: Tensor | None,
     rotary: Rotary | None,
+    optional: tuple[str, ...],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Checks types; returns the lengths as a tensor, and the rotary tables."""
+    """Checks types, where `optional` tensors may be None; returns the lengths as a tensor, and the rotary tables."""
     for name, t in tensors.items():
-        if t is not None:
+        if t is not None or name not in optional:
             expect_tensor(op, name, t)
-    if not isinstance(like, Tensor) or like.dtype not in FLOATS:
+    if like.dtype not in FLOATS:
         raise TypeError(
             f"attn_ext.{op}: q, k and v must be float32, bfloat16, float16 or float64, not {like.dtype}"
         )
@@ -282,19 +288,19 @@ def _note_writes(*written: Tensor | None) -> None:
 
 @torch.library.register_fake("attn_ext::kv_cache_append_")
 def _fake_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
-    _check_shapes("kv_cache_append_", None, k_cache, v_cache, k, v, *rest[:5])
+    _check_shapes("kv_cache_append_", None, k_cache, v_cache, k, v, rest)
 
 
 @torch.library.register_fake("attn_ext::attention_with_kv_cache")
 def _fake_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _check_shapes("attention_with_kv_cache", q, k_cache, v_cache, None, None, *rest[:5])
+    return _check_shapes("attention_with_kv_cache", q, k_cache, v_cache, None, None, rest)
 
 
 @torch.library.register_fake("attn_ext::attention_with_kv_cache_append_")
 def _fake_append_and_attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    return _check_shapes("attention_with_kv_cache", q, k_cache, v_cache, k, v, *rest[:5])
+    return _check_shapes("attention_with_kv_cache", q, k_cache, v_cache, k, v, rest)
 
 
 def _check_shapes(
@@ -304,13 +310,11 @@ def _check_shapes(
     v_cache: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    cache_lengths: Tensor,
-    block_table: Tensor | None,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-    cu_seqlens: Tensor | None,
+    rest: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """What csrc/kv_cache.cpp checks, as far as it can be known without data. Returns empty outputs for q, if any."""
+    """The shapes and dtypes that csrc/kv_cache.cpp checks. Returns empty outputs for q, if any."""
+    cache_lengths, block_table, k_scales, v_scales, cu_seqlens = rest[:5]
+    check_device(op, q, k_cache, v_cache, k, v, *(t for t in rest if isinstance(t, Tensor)))
     if k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
             f"attn_ext.{op}: k_cache and v_cache must be (B, Hkv, capacity, D), or (blocks, Hkv, page, D) with a "
@@ -330,6 +334,23 @@ def _check_shapes(
                 f"attn_ext.{op}: int8 caches and no others have {name}, of shape {tuple(k_cache.shape[:3])}"
             )
     packed = cu_seqlens is not None
+    if packed and tuple(cu_seqlens.shape) != (sequences + 1,):
+        raise ValueError(
+            f"attn_ext.{op}: cu_seqlens must be ({sequences + 1},), one more than the sequences of cache_lengths, "
+            f"not {tuple(cu_seqlens.shape)}"
+        )
+    if k is not None and v is not None and k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"attn_ext.{op}: k and v must have the same sizes but for the last, not {tuple(k.shape)} and "
+            f"{tuple(v.shape)}"
+        )
+    of_tokens = [t.dtype for t in (q, k, v) if t is not None]
+    stored = k_cache.dtype if k_cache.dtype != torch.int8 else of_tokens[0]
+    if v_cache.dtype != k_cache.dtype or any(dtype != stored for dtype in of_tokens):
+        raise ValueError(
+            f"attn_ext.{op}: tokens of one float dtype belong to a cache of that dtype or of int8, not "
+            f"{', '.join(map(str, of_tokens))} to k_cache {k_cache.dtype} and v_cache {v_cache.dtype}"
+        )
     for name, t, width in (
         ("q", q, k_cache.shape[3]),
         ("k", k, k_cache.shape[3]),

@@ -37,7 +37,7 @@ class Plan:
     register_tile: str  #: rows × columns of one register tile
     flops: int  #: 2·(D + Dv) for each score that a query may see by position, where lengths can be read
     bytes: int  #: q, k, v and out, once
-    scratch_bytes: int  #: beside inputs and outputs, all threads together
+    scratch_bytes: int  #: at most, beside inputs and outputs, all threads together
 
     def __str__(self) -> str:
         width = max(len(f.name) for f in fields(self))

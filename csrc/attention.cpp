@@ -38,7 +38,7 @@ Tensor checked_statistics(const Call& call, const Tensor& q, const char* name, c
   const std::vector<int64_t> sizes = statistics_sizes(call, q);
   ATTN_EXT_EXPECT(sizes_of(t) == sizes, call.op, name, " must have one number a row of q ", shape_string(q),
                   ", not shape ", shape_string(t));
-  return t.is_contiguous() ? t : contiguous_rows(t);
+  return t.is_contiguous() ? t : contiguous_rows(t, t.size(0));
 }
 
 // Whether there is any row to compute.

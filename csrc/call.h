@@ -246,14 +246,18 @@ class Call {
   std::vector<int64_t> boundaries(const char* name, const Tensor& t, const char* of, int64_t total) const {
     std::vector<int64_t> cu = integers(op, name, t);
     ATTN_EXT_EXPECT(!cu.empty(), op, name, " must hold one more entry than there are sequences, not none");
+    expect_rising(name, cu);
+    ATTN_EXT_EXPECT(cu.back() == total, op, name, " must end with the ", total, " rows of ", of, ", not with ",
+                    cu.back());
+    return cu;
+  }
+
+  void expect_rising(const char* name, const std::vector<int64_t>& cu) const {
     ATTN_EXT_EXPECT(cu.front() == 0, op, name, " must start with 0, not with ", cu.front());
     for (size_t b = 1; b < cu.size(); ++b) {
       ATTN_EXT_EXPECT(cu[b] >= cu[b - 1], op, name, " must not fall, but entry ", b, " is ", cu[b], " after ",
                       cu[b - 1]);
     }
-    ATTN_EXT_EXPECT(cu.back() == total, op, name, " must end with the ", total, " rows of ", of, ", not with ",
-                    cu.back());
-    return cu;
   }
 
   static int64_t longest(const std::vector<int64_t>& cu) {

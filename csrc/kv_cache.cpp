@@ -62,8 +62,7 @@ class Cache : public Call {
     expect_cpu(op, "cache_lengths", t.lengths);
     ATTN_EXT_EXPECT(t.lengths.dim() == 1, op, "cache_lengths must be (B,), one number a sequence, not shape ",
                     shape_string(t.lengths));
-    lengths = integers(op, "cache_lengths", t.lengths);
-    batch[1] = static_cast<int64_t>(lengths.size());
+    batch[1] = t.lengths.size(0);
     capacity = k->size(2);
     if (t.block_table) {
       read_table(*t.block_table);
@@ -72,6 +71,7 @@ class Cache : public Call {
                       ",), one number for each of the cache's sequences, not ", shape_string(t.lengths));
       if (t.ring) layout_.ring = capacity;
     }
+    lengths = integers(op, "cache_lengths", t.lengths);
     for (size_t b = 0; b < lengths.size(); ++b) {
       ATTN_EXT_EXPECT(lengths[b] >= 0, op, "sequence ", b, ": cache_lengths[", b, "] must be at least 0, not ",
                       lengths[b]);
@@ -80,14 +80,11 @@ class Cache : public Call {
     totals = lengths;
     read_scales();
     if (packed) {
+      ATTN_EXT_EXPECT(t.cu_seqlens->dim() == 1 && t.cu_seqlens->size(0) == batch[1] + 1, op, "cu_seqlens must be (",
+                      batch[1] + 1, ",), one more than the sequences of cache_lengths, not ",
+                      shape_string(*t.cu_seqlens));
       cu = integers(op, "cu_seqlens", *t.cu_seqlens);
-      ATTN_EXT_EXPECT(static_cast<int64_t>(cu.size()) == batch[1] + 1, op, "cu_seqlens must be (", batch[1] + 1,
-                      ",), one more than the sequences of cache_lengths, not ", shape_string(*t.cu_seqlens));
-      ATTN_EXT_EXPECT(cu.front() == 0, op, "cu_seqlens must start with 0, not with ", cu.front());
-      for (size_t b = 1; b < cu.size(); ++b) {
-        ATTN_EXT_EXPECT(cu[b] >= cu[b - 1], op, "cu_seqlens must not fall, but entry ", b, " is ", cu[b], " after ",
-                        cu[b - 1]);
-      }
+      expect_rising("cu_seqlens", cu);
     }
   }
 
@@ -95,6 +92,8 @@ class Cache : public Call {
   void read_new(const Tensor& k, const Tensor& v) {
     expect_tokens("k", k, heads, D);
     expect_tokens("v", v, heads, Dv);
+    ATTN_EXT_EXPECT(k.scalar_type() == v.scalar_type(), op, "k and v must have one dtype, not ",
+                    dtype_name(k.scalar_type()), " and ", dtype_name(v.scalar_type()));
     for (int64_t d = 0; d < k.dim() - 1; ++d) {
       ATTN_EXT_EXPECT(k.size(d) == v.size(d), op, "k and v must have the same sizes but for the last, not ",
                       shape_string(k), " and ", shape_string(v));
@@ -108,13 +107,32 @@ class Cache : public Call {
     for (size_t b = 0; b < totals.size(); ++b) {
       const int64_t count = new_tokens(b, k);
       if (!tensors_.ring) expect_room(b, lengths[b], count);
+      ATTN_EXT_EXPECT_PLACE(capacity > 0 || count == 0, op, "sequence ", b, ": ", count,
+                            " tokens do not fit into a ring of no places");
       totals[b] += count;
       if (count > 0) expect_blocks(b, lengths[b], totals[b]);
     }
     if (tensors_.block_table) expect_places_apart();
     read_rotary(k);
     positions_ = lengths;
-    appended_ = true;
+    appended_ = &k;
+  }
+
+  // That nothing which is written lies in the memory of anything else: neither what is read meanwhile, nor one another.
+  void expect_apart(const Tensor& k, const Tensor& v, const Tensor* q) const {
+    const Tensor* written[] = {&tensors_.k, &tensors_.v, pointer(tensors_.k_scales), pointer(tensors_.v_scales)};
+    const Tensor* read[] = {&k, &v, q, pointer(tensors_.cos), pointer(tensors_.sin), pointer(tensors_.block_table)};
+    const char* const written_names[] = {"k_cache", "v_cache", "k_scales", "v_scales"};
+    const char* const read_names[] = {"k", "v", "q", "rotary cos", "rotary sin", "block_table"};
+    const auto expect = [&](const Tensor* a, const char* a_name, const Tensor* b, const char* b_name) {
+      ATTN_EXT_EXPECT(!a || !b || !share_memory(*a, *b), op, b_name, " ", shape_string(*b), " lies in the memory of ",
+                      a_name, " ", shape_string(*a), ", which is written to; give a copy");
+    };
+    for (size_t w = 0; w < std::size(written); ++w) {
+      for (size_t o = w + 1; o < std::size(written); ++o)
+        expect(written[w], written_names[w], written[o], written_names[o]);
+      for (size_t r = 0; r < std::size(read); ++r) expect(written[w], written_names[w], read[r], read_names[r]);
+    }
   }
 
   // Checks queries and fills what the kernel reads of them and of the cache.
@@ -123,6 +141,9 @@ class Cache : public Call {
                     ", not ", shape_string(q));
     p.Hq = q.size(1);
     expect_tokens("q", q, p.Hq, D);
+    ATTN_EXT_EXPECT(!appended_ || q.scalar_type() == appended_->scalar_type(), op,
+                    "q, k and v must have one dtype, not ", dtype_name(q.scalar_type()), " beside ",
+                    dtype_name(appended_->scalar_type()));
     ATTN_EXT_EXPECT(heads > 0 ? p.Hq % heads == 0 : p.Hq == 0, op, "the ", p.Hq,
                     " heads of q must be a multiple of the heads of the cache, which are ", heads);
     p.batch = batch[1];
@@ -190,6 +211,8 @@ class Cache : public Call {
   }
 
  private:
+  static const Tensor* pointer(const OptionalTensor& t) { return t ? &*t : nullptr; }
+
   const char* expected() const {
     return tensors_.block_table ? "(blocks, Hkv, page, D) with a block_table" : "(B, Hkv, capacity, D)";
   }
@@ -245,13 +268,13 @@ class Cache : public Call {
     const int64_t blocks = table.size(1);
     expect_addressable("block_table", table);
     // Read in place: a copy would cost an append what the whole sequence has of blocks.
-    table_ = table.stride(1) == 1 || blocks <= 1 ? table : contiguous_rows(table);
+    table_ = table.stride(1) == 1 || blocks <= 1 ? table : contiguous_rows(table, table.size(0));
     layout_.page_size = capacity;
     layout_.block_table = static_cast<const int32_t*>(table_.data_ptr());
     layout_.table_stride = table_.stride(0);
     static constexpr int32_t kNothing = 0;
-    if (layout_.block_table == nullptr) layout_.block_table = &kNothing;  // an empty table is still one
-    capacity *= blocks;
+    if (layout_.block_table == nullptr) layout_.block_table = &kNothing;     // an empty table is still one
+    capacity = blocks > kLongest / capacity ? kLongest : capacity * blocks;  // which no length is above
   }
 
   int32_t block_of(size_t b, int64_t n) const {
@@ -336,12 +359,14 @@ class Cache : public Call {
     }
     ATTN_EXT_EXPECT(cos_.size(0) == sin_.size(0) && cos_.size(1) == sin_.size(1), op,
                     "rotary cos and sin must have one shape, not ", shape_string(cos_), " and ", shape_string(sin_));
+    int64_t positions = 0;
     for (size_t b = 0; b < totals.size(); ++b) {
+      positions = std::max(positions, totals[b]);
       ATTN_EXT_EXPECT_PLACE(totals[b] <= cos_.size(0), op, "sequence ", b, " reaches position ", totals[b] - 1,
                             ", and the rotary tables have ", cos_.size(0), " positions");
     }
-    if (cos_.stride(1) != 1) cos_ = contiguous_rows(cos_);
-    if (sin_.stride(1) != 1) sin_ = contiguous_rows(sin_);
+    if (cos_.stride(1) != 1) cos_ = contiguous_rows(cos_, positions);
+    if (sin_.stride(1) != 1) sin_ = contiguous_rows(sin_, positions);
     rotary_dim_ = 2 * cos_.size(1);
   }
 
@@ -377,7 +402,7 @@ class Cache : public Call {
   std::vector<int64_t> positions_, query_positions_;
   Tensor table_, cos_, sin_;
   int64_t rotary_dim_ = 0;
-  bool appended_ = false;
+  const Tensor* appended_ = nullptr;  // the new k
 };
 
 std::tuple<Tensor, Tensor> attend(Cache& cache, const Tensor& q, const Tensor* k, const Tensor* v,
@@ -385,6 +410,7 @@ std::tuple<Tensor, Tensor> attend(Cache& cache, const Tensor& q, const Tensor* k
   if (k) cache.read_new(*k, *v);
   ForwardParams p;
   cache.read_queries(q, options, p);
+  if (k) cache.expect_apart(*k, *v, &q);
   Tensor out = empty_in_order_of(q, p.Dv);
   std::vector<int64_t> sizes = sizes_of(q);
   sizes.pop_back();
@@ -416,6 +442,7 @@ void kv_cache_append(Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor 
                              cu_seqlens, cos,     sin,           ring,        interleaved};
   Cache cache("kv_cache_append_", tensors);
   cache.read_new(k, v);
+  cache.expect_apart(k, v, nullptr);
   cache.append_both(k, v);
 }
 

@@ -24,6 +24,39 @@ Tensor empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides,
   return Tensor(handle);
 }
 
+// Steps of `stride` bytes, from `lo` to `hi` of them.
+struct Steps {
+  int64_t stride, lo, hi;
+};
+
+// Whether some numbers of steps lead exactly `distance` bytes far. Sorted by falling stride, nested as strides mostly are,
+// only one or two numbers of each kind come into question.
+bool reachable(const std::vector<Steps>& all, size_t from, int64_t distance, int& patience) {
+  if (from == all.size()) return distance == 0;
+  if (--patience < 0) return true;
+  int64_t below = 0, above = 0;  // what the steps behind this kind can make up for
+  for (size_t n = from + 1; n < all.size(); ++n) {
+    below += all[n].lo * all[n].stride;
+    above += all[n].hi * all[n].stride;
+  }
+  const auto [stride, lo, hi] = all[from];
+  const auto floor_div = [](int64_t a, int64_t b) { return a / b - (a % b < 0); };
+  const int64_t first = std::max(lo, -floor_div(above - distance, stride));
+  const int64_t last = std::min(hi, floor_div(distance - below, stride));
+  for (int64_t n = first; n <= last; ++n) {
+    if (reachable(all, from + 1, distance - n * stride, patience)) return true;
+  }
+  return false;
+}
+
+// Bytes from a tensor's first element to the end of its last.
+int64_t reach_of(const Tensor& t) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  int64_t elements = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) elements += (sizes[d] - 1) * strides[d];
+  return elements * cpu::size_of(dtype_of(t.scalar_type()));
+}
+
 // Fills a dense tensor with zeros, without torch's thread pool.
 Tensor zeroed(Tensor t) {
   if (t.numel() > 0)
@@ -78,12 +111,13 @@ TensorView packed_view_of(const Tensor& t) {
   return v;
 }
 
-std::vector<int64_t> integers(const char* op, const char* name, const Tensor& t) {
+std::vector<int64_t> integers(const char* op, const char* name, const Tensor& t, int64_t most) {
   expect_cpu(op, name, t);
   ATTN_EXT_EXPECT(t.dim() == 1, op, name, " must have one dimension, not shape ", shape_string(t));
   const ScalarType type = t.scalar_type();
   ATTN_EXT_EXPECT(type == ScalarType::Int || type == ScalarType::Long, op, name, " must be int32 or int64, not ",
                   dtype_name(type));
+  ATTN_EXT_EXPECT(t.size(0) <= most, op, name, " ", shape_string(t), " has more than ", most, " entries");
   std::vector<int64_t> numbers(static_cast<size_t>(t.size(0)));
   const int64_t stride = t.stride(0);
   const void* data = t.data_ptr();
@@ -166,8 +200,9 @@ Tensor empty_in_order_of(const Tensor& like, int64_t width) {
 
 Tensor zeros_in_order_of(const Tensor& like, int64_t width) { return zeroed(empty_in_order_of(like, width)); }
 
-Tensor contiguous_rows(const Tensor& t) {
-  const std::vector<int64_t> sizes = sizes_of(t);
+Tensor contiguous_rows(const Tensor& t, int64_t rows) {
+  std::vector<int64_t> sizes = sizes_of(t);
+  sizes[0] = rows;
   Tensor copy = empty(sizes, t.scalar_type());
   const auto element = static_cast<size_t>(cpu::size_of(dtype_of(t.scalar_type())));
   const auto* from = static_cast<const char*>(t.data_ptr());
@@ -180,6 +215,30 @@ Tensor contiguous_rows(const Tensor& t) {
     for (size_t d = index.size(); d-- > 0 && ++index[d] == sizes[d];) index[d] = 0;
   }
   return copy;
+}
+
+bool share_memory(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  const int64_t distance = static_cast<const char*>(b.data_ptr()) - static_cast<const char*>(a.data_ptr());
+  if (distance >= reach_of(a) || -distance >= reach_of(b)) return false;
+  std::vector<Steps> all;  // those of a forward, and those of b back
+  const auto add = [&](int64_t stride, int64_t lo, int64_t hi) {
+    if (stride == 0 || lo == hi) return;
+    for (Steps& steps : all) {
+      if (steps.stride != stride) continue;
+      steps.lo += lo;
+      steps.hi += hi;
+      return;
+    }
+    all.push_back({stride, lo, hi});
+  };
+  const int64_t a_bytes = cpu::size_of(dtype_of(a.scalar_type())), b_bytes = cpu::size_of(dtype_of(b.scalar_type()));
+  for (int64_t d = 0; d < a.dim(); ++d) add(a.stride(d) * a_bytes, 0, a.size(d) - 1);
+  for (int64_t d = 0; d < b.dim(); ++d) add(b.stride(d) * b_bytes, 1 - b.size(d), 0);
+  add(1, 1 - b_bytes, a_bytes - 1);
+  std::sort(all.begin(), all.end(), [](const Steps& x, const Steps& y) { return x.stride > y.stride; });
+  int patience = 10000;
+  return reachable(all, 0, distance, patience);
 }
 
 }  // namespace attn_ext

@@ -26,8 +26,9 @@ TensorView view_of(const Tensor& t);
 // A packed tensor (total, H, D).
 TensorView packed_view_of(const Tensor& t);
 
-// The numbers of a small integer tensor (n,) of int32 or int64; refuses all others.
-std::vector<int64_t> integers(const char* op, const char* name, const Tensor& t);
+// The numbers of a small integer tensor (n,) of int32 or int64; refuses all others, and more of them than `most`: what was
+// expanded may claim any number.
+std::vector<int64_t> integers(const char* op, const char* name, const Tensor& t, int64_t most = int64_t{1} << 31);
 
 // The number of a float tensor at an offset in elements.
 double number_at(const Tensor& t, int64_t offset);
@@ -38,12 +39,15 @@ Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type);
 
 // A dense tensor of `like`'s sizes, the last one replaced by `width`, whose dims lie in memory in the order in which
 // like's do. A dim of size 1 or stride 0 says nothing about the order and stays left of its right neighbour.
-// ops.py has the same rule for fake tensors.
+// attn_ext/_fake.py has the same rule for fake tensors.
 Tensor empty_in_order_of(const Tensor& like, int64_t width);
 Tensor zeros_in_order_of(const Tensor& like, int64_t width);
 
-// A contiguous copy, made without torch's thread pool: that one hangs in a forked child.
-Tensor contiguous_rows(const Tensor& t);
+// A contiguous copy of the first `rows` rows, made without torch's thread pool: that one hangs in a forked child.
+Tensor contiguous_rows(const Tensor& t, int64_t rows);
+
+// Whether some byte belongs to an element of both. (Where the strides are so odd that this takes long to find out: yes.)
+bool share_memory(const Tensor& a, const Tensor& b);
 
 std::vector<int64_t> sizes_of(const Tensor& t);
 

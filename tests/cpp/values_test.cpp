@@ -75,6 +75,36 @@ TEST(values, hidden_numbers_do_not_matter) {
   }
 }
 
+// One key's value is NaN; the first rows see it, the last one does not. Few rows read v where it lies, and find out about
+// the NaN at the last row: the rows before it must not lose keys to what scratch memory holds from an earlier call.
+TEST(values, rows_before_the_one_that_hides_a_nan) {
+  for (const DType dtype : kDTypes) {
+    const Case c{.name = "hidden late", .dtype = dtype, .Lq = 3, .Lk = 20, .D = 8, .Dv = 16, .window_left = 1};
+    Case before = c;
+    before.window_left = kUnbounded;
+    before.key_lengths = {10};
+    Problem leaves_traces(before);  // hides keys 10 … from every row
+    for (int64_t j = 10; j < c.Lk; ++j) leaves_traces.v.set(0, 0, 0, j, 0, kNaN);
+    const Problem clean(c);
+    Problem dirty(c);
+    dirty.v.set(0, 0, 0, 17, 0, kNaN);  // rows 0 to 2 stand at keys 17 to 19
+    const Context context(c.text());
+    for_each_isa([&] {
+      const Forward want = run_forward(clean);
+      run_forward(leaves_traces);
+      const Forward got = run_forward(dirty);
+      for (int64_t i = 0; i < c.Lq; ++i) {
+        for (int64_t d = 0; d < c.Dv; ++d) {
+          const double x = got.out.get(0, 0, 0, i, d), clean_x = want.out.get(0, 0, 0, i, d);
+          const bool sees = i < 2 && d == 0;
+          CHECK(sees ? std::isnan(x) : x == clean_x, "row %d, column %d is %g, not %g", static_cast<int>(i),
+                static_cast<int>(d), x, sees ? kNaN : clean_x);
+        }
+      }
+    });
+  }
+}
+
 TEST(values, huge_scores) {
   // Exact products: 2^60 and small steps below it that fp32 still tells apart.
   for (const DType dtype : {DType::float32, DType::float64}) {

@@ -583,3 +583,149 @@ def test_opcheck_passes_for_the_cache_ops(kind: str, dtype: torch.dtype, extras:
     torch.library.opcheck(
         ops.attention_with_kv_cache_append_.default, (new.q, *stored, new.k, new.v, *places, *options)
     )
+
+
+# --------------------------------------------------------------------------- what would write or read somewhere else
+
+
+def test_a_ring_of_no_places_takes_no_tokens() -> None:
+    cache = torch.zeros(1, 1, 0, 4)
+    with pytest.raises(IndexError, match="1 tokens do not fit into a ring of no places"):
+        kv_cache_append_(cache, cache.clone(), make((1, 1, 1, 4)), make((1, 1, 1, 4)), 3, ring=True)
+    kv_cache_append_(cache, cache.clone(), make((1, 1, 0, 4)), make((1, 1, 0, 4)), 3, ring=True)
+
+
+def _split(whole: Tensor, first: slice, second: slice) -> tuple[Tensor, Tensor]:
+    """Two slices of the last dim of (B, L, H, width), as caches (B, H, L, …)."""
+    return whole[..., first].transpose(1, 2), whole[..., second].transpose(1, 2)
+
+
+@pytest.mark.parametrize("what", ["k", "v", "q", "v_cache", "part of v_cache", "rotary cos", "v_scales"])
+def test_what_lies_in_the_memory_of_a_cache_is_refused(what: str) -> None:
+    """An element would be read after it was written, or written twice: torch's in-place operations refuse it too."""
+    k_cache, v_cache, q, k, v = (
+        make((1, 2, n, 4), seed=s) for s, n in enumerate((8, 8, 2, 2, 2))
+    )  # two heads of 8 places, 2 tokens
+    more: dict[str, Any] = {}
+    if what == "k":
+        k = k_cache[:, :, 3:5]
+    elif what == "v":
+        v = v_cache[:, :, 3:5]
+    elif what == "q":
+        q = k_cache[:, :, 6:8]
+    elif what == "v_cache":
+        v_cache = k_cache
+    elif what == "part of v_cache":
+        k_cache, v_cache = _split(make((1, 8, 2, 8)), slice(0, 4), slice(3, 7))
+    elif what == "rotary cos":
+        more = {"rotary": (v_cache[0, 1, :, :2], make((8, 2)))}
+    else:
+        k_cache, v_cache = (torch.zeros(1, 2, 8, 4, dtype=torch.int8) for _ in range(2))
+        scales = torch.ones(1, 2, 8)
+        more = {"k_scales": scales, "v_scales": scales}
+    before = k_cache.clone(), v_cache.clone()
+    with pytest.raises(ValueError, match=re.escape(what.split()[-1]) + ".* lies in the memory of .*_"):
+        attention_with_kv_cache(q, k_cache, v_cache, 1, k=k, v=v, **more)
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+
+
+@pytest.mark.parametrize("shape", ["layers", "heads side by side", "tokens side by side"])
+def test_caches_may_lie_between_one_another(shape: str) -> None:
+    """Stacked in one tensor, the memory of k and that of v alternate without meeting."""
+    if shape == "layers":
+        whole = torch.zeros(2, 3, 2, 8, 4)
+        k_cache, v_cache = whole[:, 0], whole[:, 2]
+    elif shape == "heads side by side":
+        k_cache, v_cache = _split(torch.zeros(2, 8, 2, 8), slice(0, 4), slice(4, 8))
+    else:
+        whole = torch.zeros(2, 2, 16, 4)
+        k_cache, v_cache = whole[:, :, ::2], whole[:, :, 1::2]
+    kv_cache_append_(k_cache, v_cache, torch.ones(2, 2, 3, 4), 2 * torch.ones(2, 2, 3, 4), 5)
+    assert k_cache.sum() == 48 and v_cache.sum() == 96
+
+
+def _raw_append(**given: Any) -> None:
+    """The operator itself: k_cache and v_cache (1, 1, 8, 4), one token at 3, but for what is given."""
+    arguments = dict.fromkeys(
+        ("block_table", "k_scales", "v_scales", "cu_seqlens", "cos", "sin")
+    )  # none of them
+    call: dict[str, Any] = {
+        "k_cache": torch.zeros(1, 1, 8, 4), "v_cache": torch.zeros(1, 1, 8, 4), "k": make((1, 1, 1, 4)),
+        "v": make((1, 1, 1, 4)), "cache_lengths": torch.tensor([3]), **arguments, "ring": False, "interleaved": False,
+        **given,
+    }  # fmt: skip
+    torch.ops.attn_ext.kv_cache_append_(**call)
+
+
+def test_lengths_of_any_number_are_not_copied_before_they_are_counted() -> None:
+    for claimed in (2**33, 2**61):
+        with pytest.raises(ValueError, match=f"cache_lengths must be .1,.*, not .{claimed},"):
+            _raw_append(cache_lengths=torch.zeros(1, dtype=torch.int64).expand(claimed))
+        with pytest.raises(ValueError, match=f"cu_seqlens must be .2,.*, not .{claimed},"):
+            _raw_append(
+                k=make((1, 1, 4)),
+                v=make((1, 1, 4)),
+                cu_seqlens=torch.zeros(1, dtype=torch.int64).expand(claimed),
+            )
+
+
+def test_of_rotary_tables_only_the_rows_in_use_are_read() -> None:
+    """A table of 2**40 rows that claims more memory than there is, by an expanded dim, is as good as one of four."""
+    table = torch.ones(1, 1).expand(2**40, 2)
+    _raw_append(cos=table, sin=table)
+
+
+def test_one_tensor_without_data_makes_the_call_no_silent_nothing() -> None:
+    for name in ("cache_lengths", "k", "v_cache"):
+        with pytest.raises(ValueError, match="one device, not on (cpu and meta|meta and cpu)"):
+            _raw_append(
+                **{
+                    name: torch.empty(1, dtype=torch.int64, device="meta")
+                    if name == "cache_lengths"
+                    else torch.empty(1, 1, 8 if name == "v_cache" else 1, 4, device="meta")
+                }
+            )
+
+
+def test_the_operator_itself_refuses_tokens_of_two_dtypes() -> None:
+    """An int8 cache takes tokens of every dtype, but the rotary tables are read in that of the tokens."""
+    k_cache, v_cache = (torch.zeros(1, 1, 8, 4, dtype=torch.int8) for _ in range(2))
+    cache = {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "k_scales": torch.ones(1, 1, 8),
+        "v_scales": torch.ones(1, 1, 8),
+    }
+    with pytest.raises(ValueError, match="k and v must have one dtype, not float32 and float64"):
+        _raw_append(**cache, v=make((1, 1, 1, 4), torch.float64))
+    rest = [
+        torch.tensor([3]),
+        None,
+        cache["k_scales"],
+        cache["v_scales"],
+        None,
+        make((8, 2)),
+        make((8, 2)),
+        False,
+        False,
+    ]
+    with pytest.raises(ValueError, match="q, k and v must have one dtype, not float64 beside float32"):
+        torch.ops.attn_ext.attention_with_kv_cache_append_(
+            make((1, 1, 1, 4), torch.float64), k_cache, v_cache, make((1, 1, 1, 4)), make((1, 1, 1, 4)), *rest,
+            None, None, 2, None, None, None, 0.0,
+        )  # fmt: skip
+    assert not k_cache.any() and not v_cache.any()
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v"])
+def test_none_where_a_tensor_belongs_is_named(name: str) -> None:
+    call: dict[str, Any] = {n: make((1, 1, 8, 4)) for n in ("k_cache", "v_cache")}
+    call |= {n: make((1, 1, 1, 4)) for n in ("q", "k", "v")} | {name: None}
+    if name != "q":
+        with pytest.raises(TypeError, match=f"kv_cache_append_: {name} must be a tensor, not NoneType"):
+            kv_cache_append_(**{n: t for n, t in call.items() if n != "q"}, cache_lengths=0)
+    if name not in ("k", "v"):
+        with pytest.raises(
+            TypeError, match=f"attention_with_kv_cache: {name} must be a tensor, not NoneType"
+        ):
+            attention_with_kv_cache(**call, cache_lengths=0)

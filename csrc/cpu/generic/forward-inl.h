@@ -105,6 +105,7 @@ class ForwardWorker {
     v_rows_ = carve.take<const char*>(keys + kPanelKeys + kPrefetchKeys);
     k_ = carve.take<T>((by_panel_ ? std::min(keys, kPanelKeys) : keys) * p_.D);
     v_ = carve.take<T>(direct_ ? 0 : keys * padded_dv_);
+    scale_rows_ = carve.take<const char*>(p_.scales.k ? keys : 0);
     k_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
     v_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
     scores_ = carve.take<T>(block_rows * keys);
@@ -194,28 +195,36 @@ class ForwardWorker {
   }
 
   void load_scales() {
-    values_finite_ = true;
-    for (int64_t j = 0; j < block_keys_; ++j) {
-      const int64_t key = std::max(block_start_ + j, key_lo_);
-      const auto scale = [&](const TensorView& view) {
-        return static_cast<T>(
-            *reinterpret_cast<const float*>(cache_row(p_.layout, view, p_.batch_inner, sequence_.b, hkv_, key)));
-      };
-      k_scales_[j] = scale(p_.scales.k);
-      v_scales_[j] = scale(p_.scales.v);
-      values_finite_ = values_finite_ && std::isfinite(v_scales_[j]);
-    }
-    std::fill(k_scales_ + block_keys_, k_scales_ + keys_capacity_, T(0));
-    std::fill(v_scales_ + block_keys_, v_scales_ + keys_capacity_, T(0));
+    find_scales(p_.scales.k, k_scales_);
+    find_scales(p_.scales.v, v_scales_);
+    FiniteCheck<T> check;
+    for (int64_t j = 0; j < keys_capacity_; j += N) check.see(V::load(v_scales_ + j), V::zero());
+    values_finite_ = check.all_finite();
   }
 
-  // Panels [begin, end) of the packed block hold every key that one of a strip's rows may see.
-  struct PanelRange {
-    int64_t begin = 0, end = 0;
-    bool all_visible = true;  // and every row sees all of them by position
-  };
+  // As find_rows, and read at once; zeros behind the block.
+  void find_scales(const TensorView& view, T* scales) {
+    const int64_t first = std::max(block_start_, key_lo_), skipped = first - block_start_;
+    cache_rows(p_.layout, view, p_.batch_inner, sequence_.b, hkv_, first, block_start_ + block_keys_, scale_rows_);
+    for (int64_t j = skipped; j < block_keys_; ++j) {
+      scales[j] = static_cast<T>(*reinterpret_cast<const float*>(scale_rows_[j - skipped]));
+    }
+    std::fill(scales, scales + skipped, scales[skipped]);
+    std::fill(scales + block_keys_, scales + keys_capacity_, T(0));
+  }
 
-  PanelRange panels_of(int64_t row_begin, int64_t row_end) const {
+  // At most MR rows, and the panels of the packed block that hold every key that one of them may see.
+  struct Strip {
+    int64_t row_begin = 0, row_end = 0;
+    int64_t panel_begin = 0, panel_end = 0;
+    bool all_visible = true;  // every row sees all of them by position
+
+    int64_t rows() const { return row_end - row_begin; }
+    bool empty() const { return panel_begin >= panel_end; }
+  };
+  using Strips = std::span<const Strip>;
+
+  Strip strip_of(int64_t row_begin, int64_t row_end) const {
     int64_t lo = block_keys_, hi = 0, lo_max = 0, hi_min = block_keys_;
     for (int64_t r = row_begin; r < row_end; ++r) {
       const KeyRange keys = row_[r].keys;
@@ -228,72 +237,57 @@ class ForwardWorker {
         hi = std::max(hi, to);
       }
     }
-    if (lo >= hi) return {};
-    PanelRange range{lo / kPanelKeys, ceil_div(hi, kPanelKeys), false};
-    range.all_visible = lo_max <= range.begin * kPanelKeys && hi_min >= padded_keys(range.end);
-    return range;
+    if (lo >= hi) return {row_begin, row_end};
+    Strip strip{row_begin, row_end, lo / kPanelKeys, ceil_div(hi, kPanelKeys), false};
+    strip.all_visible = lo_max <= strip.panel_begin * kPanelKeys && hi_min >= padded_keys(strip.panel_end);
+    return strip;
   }
 
   int64_t padded_keys(int64_t panel_end) const { return std::min(panel_end * kPanelKeys, round_up_to(block_keys_, N)); }
 
   void compute_block(int64_t row_begin, int64_t row_end, Partial t) {
     const int64_t ld = keys_capacity_;
-    constexpr int64_t kMaxStrips = kRowBlock / MR + (kRowBlock % MR != 0);
-    PanelRange ranges[kMaxStrips];
+    // Strips of as even a height as can be: the fewer rows a tile has, the fewer chains hide the time of a multiply-add.
+    std::array<Strip, ceil_div(kRowBlock, MR)> memory;
+    const int64_t rows = row_end - row_begin, count = ceil_div(rows, MR);
     int64_t first = std::numeric_limits<int64_t>::max(), last = 0;
-    for (int64_t r = row_begin, strip = 0; r < row_end; r += MR, ++strip) {
-      ranges[strip] = panels_of(r, std::min(r + MR, row_end));
-      if (ranges[strip].begin < ranges[strip].end) {
-        first = std::min(first, ranges[strip].begin);
-        last = std::max(last, ranges[strip].end);
-      }
+    for (int64_t i = 0; i < count; ++i) {
+      const Strip strip = strip_of(row_begin + rows * i / count, row_begin + rows * (i + 1) / count);
+      memory[i] = strip;
+      if (strip.empty()) continue;
+      first = std::min(first, strip.panel_begin);
+      last = std::max(last, strip.panel_end);
     }
     if (first >= last) return;
+    const Strips strips(memory.data(), count);
 
-    // 1. s = q · kᵀ, panel by panel
-    for (int64_t panel = first; panel < last; ++panel) {
-      const T* k = k_ + (by_panel_ ? 0 : panel * kPanelKeys * p_.D);
-      const int vecs = padded_keys(panel + 1) - panel * kPanelKeys > N ? kTileVecs : 1;
-      // The panel that comes next but one, where its rows lie end to end: one half is asked for while this one is
-      // packed, the other while it is multiplied with the first strip of rows.
-      const char* const* rows_of_k = k_rows_ + panel * kPanelKeys;
-      const int64_t size = size_of(p_.k.dtype), half = kPanelKeys / 2 * p_.D * size;
-      const bool ask = by_panel_ && rows_of_k[1] - rows_of_k[0] == p_.D * size;
-      const char* next = rows_of_k[kPrefetchKeys];
-      if (by_panel_) {
-        const int64_t count = std::min(kPanelKeys, block_keys_ - panel * kPanelKeys);
-        if (ask) {
-          pack_transposed<T>(p_.k, rows_of_k, count, p_.D, k_, Ahead{next, 2 * static_cast<int64_t>(kCacheLine)});
-        } else {
-          pack_transposed<T>(p_.k, rows_of_k, count, p_.D, k_);
+    // 1. s = q · kᵀ
+    with_cache_storage(p_.k.dtype, [&]<class Storage>(Storage*) {
+      if constexpr (kInWords<T, Storage>) {
+        if (by_panel_ && p_.k.stride_d == 1 && p_.D % kTurn<T, Storage> == 0) {
+          return multiply_keys<Word<Storage>>(strips, first, last);
         }
       }
-      for (int64_t r = row_begin, strip = 0; r < row_end; r += MR, ++strip) {
-        if (panel < ranges[strip].begin || panel >= ranges[strip].end) continue;
-        const int64_t rows = std::min<int64_t>(MR, row_end - r);
-        T* x = scores_ + (r - row_begin) * ld + panel * kPanelKeys;
-        if (ask && r == row_begin) {
-          multiply<T, Start::zero, Along::k>(rows, vecs, p_.D, q_ + r * p_.D, p_.D, k, vecs * N, x, ld,
-                                             Ahead{next + half, kPanelKeys / 2 * size});
-        } else {
-          multiply<T, Start::zero, Along::k>(rows, vecs, p_.D, q_ + r * p_.D, p_.D, k, vecs * N, x, ld);
-        }
-      }
-    }
+      multiply_keys<T>(strips, first, last);
+    });
 
     // 2. and 3. row by row
     bool exclude_hidden = p_.Dv > 0 && !values_finite_;
-    for (int64_t r = row_begin, strip = 0; r < row_end; r += MR, ++strip) {
-      const PanelRange range = ranges[strip];
-      if (range.begin >= range.end) continue;
-      const Stretch s{block_start_, block_start_ + range.begin * kPanelKeys, block_start_ + padded_keys(range.end),
-                      block_start_ + block_keys_};
-      const bool plain = range.all_visible && !units_.scaled && !p_.mask;
-      for (int64_t i = r; i < std::min(r + MR, row_end); ++i) {
+    for (const Strip& strip : strips) {
+      if (strip.empty()) continue;
+      const Stretch s{block_start_, block_start_ + strip.panel_begin * kPanelKeys,
+                      block_start_ + padded_keys(strip.panel_end), block_start_ + block_keys_};
+      const bool plain = strip.all_visible && !units_.scaled && !p_.mask;
+      for (int64_t i = strip.row_begin; i < strip.row_end; ++i) {
         T* x = scores_ + (i - row_begin) * ld;
         if (p_.scales.k) scale_row(s, k_scales_, x);
         if (!plain) finish_scores<T>(p_, units_, sequence_, row_[i], s, buffers_, x);
-        if (direct_ && p_.Dv > 0) exclude_hidden = exclude_hidden || hides_bad_value(s, x);
+        if (direct_ && p_.Dv > 0 && !exclude_hidden && hides_bad_value(s, x)) {
+          exclude_hidden = true;
+          for (int64_t before = row_begin; before < i; ++before) {  // those rows hid none of the strip's keys
+            std::memset(hidden_ + (before - row_begin) * ld + (s.from - s.start), 0, s.to - s.from);
+          }
+        }
         if (exclude_hidden) {
           for (int64_t j = s.from - s.start; j < s.to - s.start; ++j) {
             hidden_[(i - row_begin) * ld + j] = x[j] == -kInfinity<T>;
@@ -306,27 +300,73 @@ class ForwardWorker {
 
     // 4. acc += p · v
     if (p_.Dv == 0) return;
-    if (exclude_hidden) return accumulate_visible(row_begin, row_end, ranges, t);
+    if (exclude_hidden) return accumulate_visible(strips, t);
     if (direct_) {
       direct_values<T>(p_.v.dtype, rows_, p_.Dv, scores_, ld, v_rows_, first * kPanelKeys,
                        std::min(last * kPanelKeys, block_keys_), t.acc);
     } else {
-      multiply_values(row_begin, row_end, ranges, t);
+      multiply_values(strips, t);
     }
   }
 
-  void multiply_values(int64_t row_begin, int64_t row_end, const PanelRange* ranges, Partial t) {
+  // s = q · kᵀ, panel by panel. B is what the panels hold.
+  template <class B>
+  void multiply_keys(Strips strips, int64_t first_panel, int64_t last_panel) {
+    const int64_t ld = keys_capacity_, size = size_of(p_.k.dtype), half = kPanelKeys / 2 * p_.D * size;
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      const int vecs = padded_keys(panel + 1) - panel * kPanelKeys > N ? kTileVecs : 1;
+      const B* k = reinterpret_cast<const B*>(k_ + (by_panel_ ? 0 : panel * kPanelKeys * p_.D));
+      // The panel that comes next but one, where its rows lie end to end: one half is asked for while this one is
+      // packed, the other while it is multiplied with the first strip of rows.
+      const char* const* rows_of_k = k_rows_ + panel * kPanelKeys;
+      const bool ask = by_panel_ && rows_of_k[1] - rows_of_k[0] == p_.D * size;
+      const char* next = rows_of_k[kPrefetchKeys];
+      if (by_panel_) {
+        if (ask) {
+          pack_panel<B>(panel, Ahead{next, 2 * static_cast<int64_t>(kCacheLine)});
+        } else {
+          pack_panel<B>(panel);
+        }
+      }
+      bool asked = false;
+      for (const Strip& strip : strips) {
+        if (panel < strip.panel_begin || panel >= strip.panel_end) continue;
+        const T* q = q_ + strip.row_begin * p_.D;
+        T* x = scores_ + (strip.row_begin - strips[0].row_begin) * ld + panel * kPanelKeys;
+        if (ask && !asked) {
+          multiply<T, Start::zero, Along::k>(strip.rows(), vecs, p_.D, q, p_.D, k, vecs * N, x, ld,
+                                             Ahead{next + half, kPanelKeys / 2 * size * kParts<B>});
+          asked = true;
+        } else {
+          multiply<T, Start::zero, Along::k>(strip.rows(), vecs, p_.D, q, p_.D, k, vecs * N, x, ld);
+        }
+      }
+    }
+  }
+
+  template <class B, class... Asked>
+  void pack_panel(int64_t panel, Asked... ahead) {
+    const char* const* rows = k_rows_ + panel * kPanelKeys;
+    const int64_t count = std::min(kPanelKeys, block_keys_ - panel * kPanelKeys);
+    if constexpr (kParts<B> == 1) {
+      pack_transposed<T>(p_.k, rows, count, p_.D, k_, ahead...);
+    } else {
+      pack_words<T>(rows, count, p_.D, reinterpret_cast<B*>(k_), ahead...);
+    }
+  }
+
+  void multiply_values(Strips strips, Partial t) {
     const int64_t ld = keys_capacity_;
     for (int64_t column = 0; column < padded_dv_; column += kPanel<T>) {
       const int vecs = padded_dv_ - column > N ? kTileVecs : 1;
       const T* v = v_ + column * keys_capacity_;
-      for (int64_t r = row_begin, strip = 0; r < row_end; r += MR, ++strip) {
-        const int64_t from = ranges[strip].begin * kPanelKeys;
-        const int64_t to = std::min(ranges[strip].end * kPanelKeys, block_keys_);
+      for (const Strip& strip : strips) {
+        const int64_t from = strip.panel_begin * kPanelKeys;
+        const int64_t to = std::min(strip.panel_end * kPanelKeys, block_keys_);
         if (from >= to) continue;
-        multiply<T, Start::from_c, Along::k>(std::min<int64_t>(MR, row_end - r), vecs, to - from,
-                                             scores_ + (r - row_begin) * ld + from, ld, v + from * vecs * N, vecs * N,
-                                             t.acc + r * padded_dv_ + column, padded_dv_);
+        multiply<T, Start::from_c, Along::k>(
+            strip.rows(), vecs, to - from, scores_ + (strip.row_begin - strips[0].row_begin) * ld + from, ld,
+            v + from * vecs * N, vecs * N, t.acc + strip.row_begin * padded_dv_ + column, padded_dv_);
       }
     }
   }
@@ -397,26 +437,30 @@ class ForwardWorker {
 
   // Step 4 where v holds NaN or Inf: a hidden key's weight 0 times its NaN must not reach the row. The same chain of
   // multiply-adds for every element, minus the hidden keys (whose products are zeros elsewhere).
-  void accumulate_visible(int64_t row_begin, int64_t row_end, const PanelRange* ranges, Partial t) {
-    const int64_t ld = keys_capacity_;
-    for (int64_t r = row_begin; r < row_end; ++r) {
-      const PanelRange range = ranges[(r - row_begin) / MR];
-      const int64_t to = std::min(range.end * kPanelKeys, block_keys_);
-      for (int64_t column = 0; column < padded_dv_; column += N) {
-        const int64_t panel = column / kPanel<T> * kPanel<T>;
-        const int64_t width = padded_dv_ - panel > N ? kPanel<T> : N;
-        const T* v = v_ + panel * keys_capacity_ + (column - panel);
-        const auto value = [&](int64_t j) {
-          return direct_ ? direct_value<T>(p_.v.dtype, v_rows_[j], column) : V::load(v + j * width);
-        };
-        T* at = t.acc + r * padded_dv_ + column;
-        V acc = V::load(at);
-        for (int64_t j = range.begin * kPanelKeys; j < to; ++j) {
-          if (hidden_[(r - row_begin) * ld + j]) continue;
-          acc = V::fma(V::broadcast(scores_[(r - row_begin) * ld + j]), value(j), acc);
-        }
-        acc.store(at);
+  void accumulate_visible(Strips strips, Partial t) {
+    for (const Strip& strip : strips) {
+      const int64_t from = strip.panel_begin * kPanelKeys;
+      const int64_t to = std::min(strip.panel_end * kPanelKeys, block_keys_);
+      for (int64_t r = strip.row_begin; r < strip.row_end; ++r) {
+        const int64_t at = (r - strips[0].row_begin) * keys_capacity_;
+        accumulate_visible_row(from, to, scores_ + at, hidden_ + at, t.acc + r * padded_dv_);
       }
+    }
+  }
+
+  void accumulate_visible_row(int64_t from, int64_t to, const T* weights, const uint8_t* hidden, T* sums) {
+    for (int64_t column = 0; column < padded_dv_; column += N) {
+      const int64_t panel = column / kPanel<T> * kPanel<T>;
+      const int64_t width = padded_dv_ - panel > N ? kPanel<T> : N;
+      const T* v = v_ + panel * keys_capacity_ + (column - panel);
+      const auto value = [&](int64_t j) {
+        return direct_ ? direct_value<T>(p_.v.dtype, v_rows_[j], column) : V::load(v + j * width);
+      };
+      V acc = V::load(sums + column);
+      for (int64_t j = from; j < to; ++j) {
+        if (!hidden[j]) acc = V::fma(V::broadcast(weights[j]), value(j), acc);
+      }
+      acc.store(sums + column);
     }
   }
 
@@ -479,6 +523,7 @@ class ForwardWorker {
   const char** v_rows_ = nullptr;  // [keys] the block's rows as they lie
   T* k_ = nullptr;                 // panels of kPanelKeys keys: [panel][D][keys]
   T* v_ = nullptr;                 // panels of kPanel columns: [panel][keys][columns]
+  const char** scale_rows_ = nullptr;
   T* k_scales_ = nullptr;
   T* v_scales_ = nullptr;  // [keys]
   T* scores_ = nullptr;    // [kRowBlock][keys]

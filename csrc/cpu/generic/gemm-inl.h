@@ -21,24 +21,72 @@ inline constexpr int kTileVecs = 2;
 template <class T>
 inline constexpr int kPanel = kTileVecs* Vec<T>::N;
 
-// Adds the products of one k to the accumulators, or makes them the accumulators.
-template <class T, int MR, int NV, Along along, bool first, class B>
-[[gnu::always_inline]] inline void tile_step(int64_t k, const T* a, int64_t lda, const B* b, int64_t ldb,
-                                             Vec<T> (&acc)[MR][NV]) {
-  using V = Vec<T>;
-  V bk[NV];
-#pragma GCC unroll 8
-  for (int n = 0; n < NV; ++n) bk[n] = V::load(b + k * ldb + n * V::N);
-#pragma GCC unroll 16
-  for (int r = 0; r < MR; ++r) {
-    const V ark = V::broadcast_from(along == Along::k ? a + r * lda + k : a + k * lda + r);
-#pragma GCC unroll 8
-    for (int n = 0; n < NV; ++n) acc[r][n] = first ? ark * bk[n] : V::fma(ark, bk[n], acc[r][n]);
+// Neighbours in a row of k that a transposition moved together: a lane holds as many of them as fit a float.
+template <class Storage>
+struct Word {
+  Storage parts[sizeof(float) / sizeof(Storage)];
+};
+
+// How many k's one row of B holds: 1, or those of a word.
+template <class B>
+inline constexpr int kParts = 1;
+template <class Storage>
+inline constexpr int kParts<Word<Storage>> = sizeof(float) / sizeof(Storage);
+
+// A vector of B as it lies there: numbers (converted, where they are stored narrower), or words.
+template <class T, class B>
+[[gnu::always_inline]] inline Vec<T> load_row(const B* b) {
+  if constexpr (kParts<B> == 1) {
+    return Vec<T>::load(b);
+  } else {
+    return Vec<T>::load(reinterpret_cast<const T*>(b));
   }
 }
 
-// A is read at a[r·lda + k] (Along::k) or a[k·lda + r] (Along::rows); B, numbers of T or of what a cache stores, at
-// b[k·ldb …]; C at c[r·ldc …]. What is given as `ahead` is asked for on the way.
+// One of the k's that a vector of B holds.
+template <class B, int part, class V>
+[[gnu::always_inline]] inline V part_of(V row) {
+  if constexpr (std::is_same_v<B, Word<bf16>>) {
+    return part == 0 ? V::low_bf16(row) : V::high_bf16(row);
+  } else if constexpr (std::is_same_v<B, Word<int8_t>>) {
+    return V::template byte<part>(row);
+  } else {
+    return row;
+  }
+}
+
+// Adds the products of k = a's first, one part of `rows`, to the accumulators, or makes them the accumulators; then those
+// of the parts that follow.
+template <class B, int part, bool first, Along along, class T, int MR, int NV>
+[[gnu::always_inline]] inline void tile_parts(const T* a, int64_t lda, const Vec<T> (&rows)[NV],
+                                              Vec<T> (&acc)[MR][NV]) {
+  using V = Vec<T>;
+  V bk[NV];
+#pragma GCC unroll 8
+  for (int n = 0; n < NV; ++n) bk[n] = part_of<B, part>(rows[n]);
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r) {
+    const V ark = V::broadcast_from(a + r * (along == Along::k ? lda : 1));
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) acc[r][n] = first ? ark * bk[n] : V::fma(ark, bk[n], acc[r][n]);
+  }
+  if constexpr (part + 1 < kParts<B>) {
+    tile_parts<B, part + 1, false, along>(a + (along == Along::k ? 1 : lda), lda, rows, acc);
+  }
+}
+
+// All the k's of one row of B, k and those that share it.
+template <class T, int MR, int NV, Along along, bool first, class B>
+[[gnu::always_inline]] inline void tile_step(int64_t k, const T* a, int64_t lda, const B* b, int64_t ldb,
+                                             Vec<T> (&acc)[MR][NV]) {
+  Vec<T> rows[NV];
+#pragma GCC unroll 8
+  for (int n = 0; n < NV; ++n) rows[n] = load_row<T>(b + k / kParts<B> * ldb + n * Vec<T>::N);
+  tile_parts<B, 0, first, along>(a + (along == Along::k ? k : k * lda), lda, rows, acc);
+}
+
+// A is read at a[r·lda + k] (Along::k) or a[k·lda + r] (Along::rows); C at c[r·ldc …]; B, numbers of T or of what a cache
+// stores, at b[k·ldb …], or in words, and then K is a multiple of kParts. What is given as `ahead` is asked for on the way.
 template <class T, int MR, int NV, Start start, Along along, class B, class... Asked>
 inline void tile(int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c, int64_t ldc, Asked... ahead) {
   using V = Vec<T>;
@@ -54,12 +102,12 @@ inline void tile(int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T*
     // Plain products begin the chains. Beginning with zeros cost 4 % of a tile at K = 64 on Zen 3: there the stores of
     // the tile before take the register ports that a multiply-add's third operand needs, and a product has only two.
     tile_step<T, MR, NV, along, true>(0, a, lda, b, ldb, acc);
-    first = 1;
+    first = kParts<B>;
   }
 #pragma GCC unroll 4
-  for (int64_t k = first; k < K; ++k) {
+  for (int64_t k = first; k < K; k += kParts<B>) {
     tile_step<T, MR, NV, along, false>(k, a, lda, b, ldb, acc);
-    (ahead.template ask<NV * V::N* static_cast<int>(sizeof(B))>(k), ...);
+    (ahead.template ask<NV * V::N* static_cast<int>(sizeof(B))>(k / kParts<B>), ...);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r) {

@@ -113,45 +113,35 @@ inline void store_row(const TensorView& view, char* dst, int64_t n, T factor, co
   });
 }
 
+// Whether two bf16 (four int8) of a row travel through a transposition as one word: half (a quarter) of the shuffles.
+template <class T, class Storage>
+inline constexpr bool kInWords = std::is_same_v<T, float> &&
+                                 (std::is_same_v<Storage, bf16> || std::is_same_v<Storage, int8_t>);
+
+// What B is where k is packed from Storage and not converted on the way.
+template <class T, class Storage>
+using Packed = std::conditional_t<kInWords<T, Storage>, Word<Storage>, T>;
+
 // Features that one turn of N rows takes: a vector's width in memory.
 template <class T, class Storage>
-inline constexpr int kTurn = Vec<T>::N;
-template <>
-inline constexpr int kTurn<float, bf16> = 2 * Vec<float>::N;
-template <>
-inline constexpr int kTurn<float, int8_t> = 4 * Vec<float>::N;
+inline constexpr int kTurn = Vec<T>::N* kParts<Packed<T, Storage>>;
 
-// turned[i] = feature i of all N rows. Two bf16 (four int8) travel through the transposition as one number, and are told
-// apart afterwards: half (a quarter) of the shuffles.
+// turned[i] = word (or number) i of all N rows, from feature d on.
 template <class T, class Storage>
 [[gnu::always_inline]] inline void load_turned(const Storage* const (&rows)[Vec<T>::N], int64_t d,
-                                               Vec<T> (&turned)[kTurn<T, Storage>]) {
-  using V = Vec<T>;
-  constexpr int N = V::N, parts = kTurn<T, Storage> / N;
-  V block[N];
-#pragma GCC unroll 16
-  for (int r = 0; r < N; ++r) {
-    if constexpr (parts == 1) {
-      block[r] = V::load(rows[r] + d);
-    } else {
-      block[r] = V::load(reinterpret_cast<const T*>(rows[r] + d));
-    }
+                                               Vec<T> (&turned)[Vec<T>::N]) {
+  if constexpr (kInWords<T, Storage>) {
+    Vec<T>::load_transposed([&](int r) { return reinterpret_cast<const T*>(rows[r] + d); }, turned);
+  } else {
+    Vec<T>::load_transposed([&](int r) { return rows[r] + d; }, turned);
   }
-  V::transpose(block);
-#pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) {
-    if constexpr (parts == 1) {
-      turned[i] = block[i];
-    } else if constexpr (parts == 2) {
-      turned[2 * i] = V::low_bf16(block[i]);
-      turned[2 * i + 1] = V::high_bf16(block[i]);
-    } else {
-      turned[4 * i] = V::template byte<0>(block[i]);
-      turned[4 * i + 1] = V::template byte<1>(block[i]);
-      turned[4 * i + 2] = V::template byte<2>(block[i]);
-      turned[4 * i + 3] = V::template byte<3>(block[i]);
-    }
-  }
+}
+
+// Stores word by word what the lanes hold, each feature as a vector of its own.
+template <class B, int part = 0, class T>
+[[gnu::always_inline]] inline void store_parts(Vec<T> row, int64_t width, T* to) {
+  part_of<B, part>(row).store(to);
+  if constexpr (part + 1 < kParts<B>) store_parts<B, part + 1>(row, width, to + width);
 }
 
 // Rows of k (or v) of one head as panels of kPanel rows, transposed: panel p holds rows p·kPanel …, and element (row, d)
@@ -177,12 +167,14 @@ inline void pack_transposed(const TensorView& view, Rows source, int64_t rows, i
           for (int r = 0; r < N; ++r) from[r] = row(r);
           constexpr int turn = kTurn<T, Storage>;
           for (; d + turn <= columns; d += turn) {
-            V turned[turn];
+            V turned[N];
             load_turned<T, Storage>(from, d, turned);
             (ahead.template ask<2 * static_cast<int>(kCacheLine)>(turns), ...);
             ++turns;
-#pragma GCC unroll 64
-            for (int i = 0; i < turn; ++i, to += width) turned[i].store(to);
+#pragma GCC unroll 16
+            for (int i = 0; i < N; ++i, to += turn / N * width) {
+              store_parts<Packed<T, Storage>>(turned[i], width, to);
+            }
           }
         }
       }
@@ -193,6 +185,30 @@ inline void pack_transposed(const TensorView& view, Rows source, int64_t rows, i
       }
     }
   });
+}
+
+// One panel of k in words: those of row r and features d, d + 1 … lie at [d / kParts][r]. Rows up to the next multiple of N
+// must be there to be read; `columns` is a multiple of kTurn. Half (a quarter) of the stores of numbers, and the tile tells
+// the parts of a word apart while it would wait for its multiply-adds.
+template <class T, class Storage, class... Asked>
+inline void pack_words(const char* const* source, int64_t rows, int64_t columns, Word<Storage>* dst, Asked... ahead) {
+  using V = Vec<T>;
+  constexpr int N = V::N;
+  const int64_t width = rows > N ? kPanel<T> : N;
+  int64_t turns = 0;
+  for (int64_t r0 = 0; r0 < rows; r0 += N) {
+    const Storage* from[N];
+    for (int r = 0; r < N; ++r) from[r] = reinterpret_cast<const Storage*>(source[r0 + r]);
+    T* to = reinterpret_cast<T*>(dst) + r0;
+    for (int64_t d = 0; d < columns; d += kTurn<T, Storage>) {
+      V turned[N];
+      load_turned<T, Storage>(from, d, turned);
+      (ahead.template ask<2 * static_cast<int>(kCacheLine)>(turns), ...);
+      ++turns;
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i, to += width) turned[i].store(to);
+    }
+  }
 }
 
 // A vector of T from `count` (at most N) numbers `stride` apart, zeros behind them.

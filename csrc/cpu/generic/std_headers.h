@@ -11,6 +11,7 @@
 #include <iterator>
 #include <limits>
 #include <memory>
+#include <span>
 #include <thread>
 #include <type_traits>
 #include <vector>

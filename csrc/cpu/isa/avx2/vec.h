@@ -92,13 +92,24 @@ struct Vec<float> {
   }
 
   // Four rows' halves at a time: the two halves of a register come from rows r and r + 4, so that no shuffle has to cross.
-  [[gnu::always_inline]] static void transpose(Vec (&r)[8]) {
-    const __m256 a0 = _mm256_permute2f128_ps(r[0].v, r[4].v, 0x20), b0 = _mm256_permute2f128_ps(r[0].v, r[4].v, 0x31);
-    const __m256 a1 = _mm256_permute2f128_ps(r[1].v, r[5].v, 0x20), b1 = _mm256_permute2f128_ps(r[1].v, r[5].v, 0x31);
-    const __m256 a2 = _mm256_permute2f128_ps(r[2].v, r[6].v, 0x20), b2 = _mm256_permute2f128_ps(r[2].v, r[6].v, 0x31);
-    const __m256 a3 = _mm256_permute2f128_ps(r[3].v, r[7].v, 0x20), b3 = _mm256_permute2f128_ps(r[3].v, r[7].v, 0x31);
+  template <class At>
+  [[gnu::always_inline]] static void load_transposed(At at, Vec (&r)[8]) {
+    const __m256 a0 = load_halves(at(0), at(4)), b0 = load_halves(at(0) + 4, at(4) + 4);
+    const __m256 a1 = load_halves(at(1), at(5)), b1 = load_halves(at(1) + 4, at(5) + 4);
+    const __m256 a2 = load_halves(at(2), at(6)), b2 = load_halves(at(2) + 4, at(6) + 4);
+    const __m256 a3 = load_halves(at(3), at(7)), b3 = load_halves(at(3) + 4, at(7) + 4);
     transpose_quarters(a0, a1, a2, a3, r[0], r[1], r[2], r[3]);
     transpose_quarters(b0, b1, b2, b3, r[4], r[5], r[6], r[7]);
+  }
+
+  // What a shuffle would join comes joined from memory: shuffles have two ports, and loads three.
+  static __m256 load_halves(const float* low, const float* high) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
+  }
+  static __m256 load_halves(const f16* low, const f16* high) {
+    const __m128i both = _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low)),
+                                            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(high)));
+    return _mm256_cvtph_ps(both);
   }
 
   // 4 × 4 in each half.
@@ -165,7 +176,10 @@ struct Vec<double> {
     return _mm_cvtsd_f64(_mm_max_sd(two, _mm_unpackhi_pd(two, two)));
   }
 
-  [[gnu::always_inline]] static void transpose(Vec (&r)[4]) {
+  template <class At>
+  [[gnu::always_inline]] static void load_transposed(At at, Vec (&r)[4]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; ++i) r[i] = load(at(i));
     const __m256d a = _mm256_unpacklo_pd(r[0].v, r[1].v), b = _mm256_unpackhi_pd(r[0].v, r[1].v);
     const __m256d c = _mm256_unpacklo_pd(r[2].v, r[3].v), d = _mm256_unpackhi_pd(r[2].v, r[3].v);
     r[0].v = _mm256_permute2f128_pd(a, c, 0x20);

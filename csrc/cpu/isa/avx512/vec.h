@@ -98,7 +98,10 @@ struct Vec<float> {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
   }
 
-  [[gnu::always_inline]] static void transpose(Vec (&r)[16]) {
+  template <class At>
+  [[gnu::always_inline]] static void load_transposed(At at, Vec (&r)[16]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) r[i] = load(at(i));
     __m512 t[16], u[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i += 2) {
@@ -180,7 +183,10 @@ struct Vec<double> {
     return _mm_cvtsd_f64(_mm_max_sd(two, _mm_unpackhi_pd(two, two)));
   }
 
-  [[gnu::always_inline]] static void transpose(Vec (&r)[8]) {
+  template <class At>
+  [[gnu::always_inline]] static void load_transposed(At at, Vec (&r)[8]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 8; ++i) r[i] = load(at(i));
     __m512d t[8];
 #pragma GCC unroll 16
     for (int i = 0; i < 8; i += 2) {

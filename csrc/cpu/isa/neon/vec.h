@@ -90,7 +90,10 @@ struct Vec<float> {
     return vgetq_lane_f32(v, 3) > r ? vgetq_lane_f32(v, 3) : r;
   }
 
-  static void transpose(Vec (&r)[4]) {
+  template <class At>
+  static void load_transposed(At at, Vec (&r)[4]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; ++i) r[i] = load(at(i));
     const float32x4x2_t a = vtrnq_f32(r[0].v, r[1].v), b = vtrnq_f32(r[2].v, r[3].v);
     r[0].v = vcombine_f32(vget_low_f32(a.val[0]), vget_low_f32(b.val[0]));
     r[1].v = vcombine_f32(vget_low_f32(a.val[1]), vget_low_f32(b.val[1]));
@@ -146,7 +149,10 @@ struct Vec<double> {
     return b > a ? b : a;
   }
 
-  static void transpose(Vec (&r)[2]) {
+  template <class At>
+  static void load_transposed(At at, Vec (&r)[2]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 2; ++i) r[i] = load(at(i));
     const float64x2_t a = r[0].v;
     r[0].v = vtrn1q_f64(a, r[1].v);
     r[1].v = vtrn2q_f64(a, r[1].v);

@@ -88,7 +88,9 @@ struct Vec {
     return r;
   }
 
-  static void transpose(Vec (&r)[N]) {
+  template <class At>
+  static void load_transposed(At at, Vec (&r)[N]) {
+    for (int i = 0; i < N; ++i) r[i] = load(at(i));
     for (int i = 0; i < N; ++i) {
       for (int j = i + 1; j < N; ++j) {
         const T above = r[i].v[j];
