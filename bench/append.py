@@ -123,6 +123,7 @@ class Rival:
 
     append: Callable[[], Any]
     stored: Callable[[], tuple[Tensor, ...]]  # keys, values (and scales) of the n new tokens
+    forget: Callable[[], None]  # that nothing of them is there before: rivals share a cache
 
 
 def make_rivals(case: Case) -> dict[str, Rival]:
@@ -139,16 +140,23 @@ def make_rivals(case: Case) -> dict[str, Rival]:
     )
     lengths = torch.tensor([case.length])
 
-    def stored() -> tuple[Tensor, ...]:
+    def places() -> list[Tensor]:
         everything = (cache.k, cache.v, cache.k_scales, cache.v_scales)
-        return tuple(t[:, :, case.length : end].clone() for t in everything if t is not None)
+        return [t[:, :, case.length : end] for t in everything if t is not None]
+
+    def stored() -> tuple[Tensor, ...]:
+        return tuple(t.clone() for t in places())
+
+    def forget() -> None:
+        for t in places():
+            t.fill_(77)
 
     scales = {"k_scales": cache.k_scales, "v_scales": cache.v_scales} if cache.quantized else {}
     in_place = functools.partial(attn_ext.kv_cache_append_, cache.k, cache.v, k, v, lengths, **scales)
     # The operator and the assignment write to the tensors of the KVCache: one cache is enough.
     rivals = {
-        "attn_ext": Rival(in_place, stored),
-        "KVCache": Rival(_append_and_cut(cache, case, k, v), stored),
+        "attn_ext": Rival(in_place, stored, forget),
+        "KVCache": Rival(_append_and_cut(cache, case, k, v), stored, forget),
     }
     if case.dtype == "int8":
         return rivals
@@ -166,8 +174,10 @@ def make_rivals(case: Case) -> dict[str, Rival]:
 
     return {
         **rivals,
-        "torch": Rival(assign, stored),
-        "torch cat": Rival(concatenate, lambda: tuple(t[:, :, case.length :] for t in concatenate())),
+        "torch": Rival(assign, stored, forget),
+        "torch cat": Rival(
+            concatenate, lambda: tuple(t[:, :, case.length :] for t in concatenate()), lambda: None
+        ),
     }
 
 
@@ -200,6 +210,7 @@ def check(case: Case) -> dict[str, Any]:
     """Compares what each rival stores with what the reference does: ok, and who differs, in words."""
     expected = expected_rows(case)
     for name, rival in make_rivals(case).items():
+        rival.forget()
         rival.append()
         for what, mine, right in zip(
             ("keys", "values", "scales of keys", "scales of values"), rival.stored(), expected, strict=False
@@ -229,7 +240,7 @@ def show(result: dict[str, Any]) -> None:
     cells = []
     for row in result["rows"]:
         if not row["check"]["ok"]:
-            cells.append([row["id"], "WRONG", row["check"]["worst"], *[""] * (len(columns) - 3)])
+            cells.append(over_length.wrong_row(row, len(columns)))
             continue
         figures = (row["rivals"][name] for name in RIVALS)
         cells.append([row["id"], *(microseconds(f) if "median_us" in f else "–" for f in figures)])

@@ -260,7 +260,7 @@ def show(result: dict[str, Any]) -> None:
     cells = []
     for row in result["rows"]:
         if not row["check"]["ok"]:
-            cells.append([row["id"], "WRONG", row["check"]["worst"], *[""] * (len(columns) - 3)])
+            cells.append(over_length.wrong_row(row, len(columns)))
             continue
         ours, torchs, cat = (row["rivals"][name] for name in RIVALS)
         cells.append(

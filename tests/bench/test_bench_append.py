@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bench_support import made_up_result, quick_timing
 
 import attn_ext
@@ -75,9 +76,18 @@ def test_a_wrong_append_ends_with_1_and_is_not_timed(
     assert "WRONG" in capsys.readouterr().out
 
 
-def test_a_wrong_class_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["other keys", "nothing"])
+def test_a_wrong_class_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it writes nothing at all, and the operator has written the same tokens before."""
     honest = attn_ext.KVCache.append
-    monkeypatch.setattr(attn_ext.KVCache, "append", lambda self, k, v: honest(self, -k, v))
+
+    def spoiled(cache: attn_ext.KVCache, k: torch.Tensor, v: torch.Tensor) -> None:
+        kept = cache.k.clone()
+        honest(cache, -k if what == "other keys" else k, v)
+        if what == "nothing":
+            cache.k.copy_(kept)
+
+    monkeypatch.setattr(attn_ext.KVCache, "append", spoiled)
     assert append.check(Case("fp32", 1, 5)) == {
         "ok": False,
         "worst": "KVCache.append: other keys than the reference stores",
