@@ -415,9 +415,14 @@ def _reachable(cache: BaseCache) -> int:
     return cache.capacity
 
 
+def attends(cache: object) -> bool:
+    """Whether an object may be a cache: those of this package, and others that have their interface."""
+    return hasattr(cache, "attend")
+
+
 def _expect_cache(cache: object) -> None:
     """Raises TypeError for anything else."""
-    if not isinstance(cache, BaseCache):
+    if not attends(cache):
         raise TypeError(
             f"MultiHeadAttention: cache must be a KVCache, PagedKVCache or SlidingKVCache, got {type(cache).__name__}"
         )

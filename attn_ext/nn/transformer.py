@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attn_ext._arguments import compiling
 from attn_ext.kv_cache import BaseCache, DecoderCache
-from attn_ext.nn.attention import MultiHeadAttention
+from attn_ext.nn.attention import MultiHeadAttention, attends
 from attn_ext.nn.feed_forward import feed_forward
 from attn_ext.nn.positional import RotaryEmbedding
 
@@ -592,7 +592,7 @@ def one_a_layer(
             f"{who}: cache must be a list with one cache for each of {num_layers} blocks, got {found}"
         )
     for layer, c in enumerate(cache):
-        if not isinstance(c, kind):
+        if not (isinstance(c, DecoderCache) if kind is DecoderCache else attends(c)):
             wanted = "DecoderCache" if kind is DecoderCache else "KVCache, PagedKVCache or SlidingKVCache"
             raise TypeError(f"{who}: the cache of block {layer} must be a {wanted}, got {type(c).__name__}")
     if not compiling():  # which has no ids of objects

@@ -938,6 +938,20 @@ def test_a_cache_that_does_not_fit_a_later_layer_is_refused_before_anything_is_w
     assert untouched([first])
 
 
+def test_a_cache_of_another_class_with_the_same_interface_is_taken() -> None:
+    class Own:
+        """Hands everything on to a cache that it is none of itself."""
+
+        def __init__(self) -> None:
+            self.held = KVCache(1, 2, 8)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.held, name)
+
+    lm = model()
+    assert torch.equal(lm.generate(prompt(5), 6, cache=[Own(), Own()]), lm.generate(prompt(5), 6))
+
+
 def test_autocast_leaves_float64_and_so_do_its_caches() -> None:
     lm = model().double()
     with torch.autocast("cpu", dtype=torch.bfloat16):
