@@ -72,7 +72,7 @@ def attention_with_kv_cache(
     cu_seqlens: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    causal: bool = True,
+    causal: bool | str = True,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -95,8 +95,8 @@ def attention_with_kv_cache(
     queries = _read_queries(op, cache, q, cu_seqlens)
     if (k is None) != (v is None):
         raise ValueError(f"attn_ext.{op}: k and v must be given together")
-    if causal is not True and causal is not False:
-        raise ValueError(f"attn_ext.{op}: causal must be True or False, not {causal!r}")
+    if not isinstance(causal, bool) and causal != "bottom_right":
+        raise ValueError(f"attn_ext.{op}: causal must be False, True or 'bottom_right', not {causal!r}")
     _refuse_gradients(op, q, k_cache, v_cache, k, v, k_scales, v_scales, sinks)
     tables = _read_rotary(op, rotary, cache, q)
     left, _ = read_window(op, window)

@@ -27,6 +27,8 @@ from attn_ext.cache_ops import attention_with_kv_cache, kv_cache_append_
 
 __all__ = ["BaseCache"]
 
+_LARGEST = 2**63 - 1  # bytes that torch can count
+
 
 class Storage(NamedTuple):
     """The tensors of a cache, as the operators take them. `first` is B, or the blocks of a pool."""
@@ -62,10 +64,11 @@ class BaseCache(abc.ABC):
     make independent copies. For inference: inputs that need a gradient are refused.
 
     Under `torch.compile` no value of a tensor is read, so nothing can grow: call `reserve` before. A step past what is
-    reserved is refused by the operator.
+    reserved is refused by the operator. On the meta device a cache tells its sizes, and takes no tokens.
 
     Attributes:
-        lengths: (B,) int64, how many tokens each sequence holds.
+        lengths: (B,) int64, how many tokens each sequence holds. The cache moves them along in place; use `truncate` to
+            make them smaller.
         num_kv_heads, head_dim, v_head_dim: Hkv, D, Dv.
         dtype: of the q, k, v that come; also of what is stored, unless `quantized`.
         quantized: stored as int8, with one scale a token and head.
@@ -94,6 +97,7 @@ class BaseCache(abc.ABC):
             )
         self.dtype = dtype
         self.quantized = bool(quantized)
+        self._expect_addressable(batch, 1)
         with torch.inference_mode(False):
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._storage: Storage
@@ -128,6 +132,7 @@ class BaseCache(abc.ABC):
     @property
     def max_length(self) -> int:
         """Tokens of the longest sequence."""
+        self._expect_data(self._op("max_length"))
         return max(self.lengths.tolist(), default=0)
 
     @property
@@ -148,9 +153,10 @@ class BaseCache(abc.ABC):
     def __repr__(self) -> str:
         stored = "int8 for " if self.quantized else ""
         width = "" if self.v_head_dim == self.head_dim else f", v_head_dim={self.v_head_dim}"
+        lengths = "unknown" if self.lengths.is_meta else self.lengths.tolist()
         return (
             f"{type(self).__name__}(batch={self.batch}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
-            f"{width}, {self._extra_repr()}, dtype={stored}{self.dtype}, lengths={self.lengths.tolist()})"
+            f"{width}, {self._extra_repr()}, dtype={stored}{self.dtype}, lengths={lengths})"
         )
 
     # --- tokens come ----------------------------------------------------------------------------------------------
@@ -173,10 +179,14 @@ class BaseCache(abc.ABC):
 
         Raises:
             IndexError: more tokens than there may ever be room for.
-            ValueError, TypeError: shapes, devices, dtypes that do not fit the cache; inputs that need a gradient.
+            ValueError, TypeError: shapes, devices, dtypes that do not fit the cache; inputs that need a gradient; a
+                cache on the meta device.
+            RuntimeError: in compiled code, for a paged cache: sequences share a block that is to be written to, which
+                `reserve` would have copied.
             The cache is then as it was before.
         """
         op = self._op("append")
+        self._expect_data(op)
         room = self._room_for(op, self._count(op, k, v, cu_seqlens))
         storage = room.storage
         kv_cache_append_(
@@ -223,10 +233,11 @@ class BaseCache(abc.ABC):
             out (B, Hq, Lq, Dv) or (total, Hq, Dv); with return_lse also the lse (B, Hq, Lq) or (Hq, total).
 
         Raises:
-            IndexError, ValueError, TypeError: as `append`, and as `attn_ext.attention_with_kv_cache`. The cache is
-            then as it was before.
+            IndexError, ValueError, TypeError, RuntimeError: as `append`, and as `attn_ext.attention_with_kv_cache`. The
+            cache is then as it was before.
         """
         op = self._op("attend")
+        self._expect_data(op)
         if (k is None) != (v is None):
             raise ValueError(f"attn_ext.{op}: k and v must be given together")
         room = Room(self._storage)
@@ -272,6 +283,7 @@ class BaseCache(abc.ABC):
             The cache is then as it was before.
         """
         op = self._op("truncate")
+        self._expect_data(op)
         held = self.lengths.tolist()
         kept = self._read_lengths(op, lengths)
         for b, (n, length) in enumerate(zip(kept, held, strict=True)):
@@ -294,8 +306,11 @@ class BaseCache(abc.ABC):
         Raises:
             IndexError: a sequence that is not there.
             TypeError: neither a sequence of integers nor a one-dimensional tensor of them.
+            ValueError: a cache on the meta device.
         """
-        chosen = self._read_sequences(self._op("reorder"), indices)
+        op = self._op("reorder")
+        self._expect_data(op)
+        chosen = self._read_sequences(op, indices)
         rows = self._storage.k.shape[2]
         filled = min(self.max_length, rows)
         storage = self._allocate(len(chosen), rows)
@@ -314,7 +329,7 @@ class BaseCache(abc.ABC):
 
         Raises:
             IndexError: more than there may ever be room for.
-            TypeError, ValueError: no integer, or a negative one.
+            TypeError, ValueError: no integer, or a negative one; a cache on the meta device.
         """
 
     # --- for the classes ------------------------------------------------------------------------------------------
@@ -340,6 +355,7 @@ class BaseCache(abc.ABC):
 
     def _allocate(self, first: int, rows: int) -> Storage:
         """Zeros, not what was in memory before: a cache may be pickled."""
+        self._expect_addressable(first, rows)
         dtype = torch.int8 if self.quantized else self.dtype
         leading, device = (first, self.num_kv_heads, rows), self.device
         # A tensor made in inference mode could not be written to outside of it.
@@ -394,15 +410,7 @@ class BaseCache(abc.ABC):
                 )
         if cu_seqlens is None:
             return [n] * self.batch
-        integer_tensor(op, "cu_seqlens", cu_seqlens)
-        if tuple(cu_seqlens.shape) != (self.batch + 1,):
-            raise ValueError(
-                f"attn_ext.{op}: cu_seqlens must be ({self.batch + 1},), one more than there are sequences, "
-                f"not {tuple(cu_seqlens.shape)}"
-            )
-        ends = cu_seqlens.tolist()
-        check_boundaries(op, "cu_seqlens", ends, "k", n)
-        return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        return packed_counts(op, cu_seqlens, self.batch, "k", n)
 
     def _advance(self, k: Tensor, cu_seqlens: Tensor | None) -> None:
         # In place: whoever holds this tensor, a compiled step or a captured graph, sees it move along.
@@ -428,6 +436,24 @@ class BaseCache(abc.ABC):
             indices = indices.to(self.device)
         return read_indices(op, "sequences", indices, self.batch, self.device)
 
+    def _expect_data(self, op: str) -> None:
+        """Raises ValueError for a cache without data, whose lengths nobody knows."""
+        if self.lengths.is_meta:
+            raise ValueError(
+                f"attn_ext.{op}: this cache is on the meta device, where there are sizes and no data; "
+                f"make it on the device of the model to store tokens"
+            )
+
+    def _expect_addressable(self, first: int, rows: int) -> None:
+        """Raises IndexError for more places than memory can ever have, before torch or a list is asked for them."""
+        element = 1 if self.quantized else self.dtype.itemsize
+        size = first * self.num_kv_heads * rows * max(self.head_dim, self.v_head_dim) * element
+        if max(size, first) > _LARGEST:
+            raise IndexError(
+                f"attn_ext.{type(self).__name__}: {first} times {rows} places for {self.num_kv_heads} heads of "
+                f"{max(self.head_dim, self.v_head_dim)} numbers are more than can be addressed, 2**63 bytes"
+            )
+
     def _op(self, method: str) -> str:
         return f"{type(self).__name__}.{method}"
 
@@ -440,6 +466,24 @@ class BaseCache(abc.ABC):
                 f"attn_ext.{type(self).__name__}: {name} must be at least {at_least}, not {found}"
             )
         return found
+
+
+def packed_counts(op: str, cu_seqlens: Any, batch: int, of: str, total: int) -> list[int]:
+    """How many of the `total` packed rows of `of` are each sequence's.
+
+    Raises:
+        TypeError: cu_seqlens that are no tensor of integers.
+        ValueError: not (batch + 1,), or not from 0 to total without a fall.
+    """
+    integer_tensor(op, "cu_seqlens", cu_seqlens)
+    if tuple(cu_seqlens.shape) != (batch + 1,):
+        raise ValueError(
+            f"attn_ext.{op}: cu_seqlens must be ({batch + 1},), one more than there are sequences, "
+            f"not {tuple(cu_seqlens.shape)}"
+        )
+    ends = cu_seqlens.tolist()
+    check_boundaries(op, "cu_seqlens", ends, of, total)
+    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
 
 def selected(numbers: Tensor, chosen: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class KVCache(BaseCache):
     Raises:
         TypeError: sizes that are no integers, another dtype.
         ValueError: sizes below 1 (batch: below 0).
+        IndexError: sizes that together are more than can be addressed.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class KVCache(BaseCache):
         """Make room for so many positions in every sequence, in all. What is there already stays.
 
         Raises:
-            IndexError: more than max_capacity.
-            TypeError, ValueError: no integer, or a negative one.
+            IndexError: more than max_capacity, or than can be addressed.
+            TypeError, ValueError: no integer, or a negative one; a cache on the meta device.
         """
+        self._expect_data(self._op("reserve"))
         capacity = self._size("capacity", capacity, at_least=0)
         if self.max_capacity is not None and capacity > self.max_capacity:
             raise IndexError(

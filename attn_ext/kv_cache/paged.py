@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ext._arguments import index_of
 from attn_ext.kv_cache.base import BaseCache, Room, Storage, selected
 
 __all__ = ["PagedKVCache"]
@@ -53,6 +54,7 @@ class PagedKVCache(BaseCache):
     Raises:
         TypeError: sizes that are no integers, another dtype.
         ValueError: sizes below 1 (batch: below 0).
+        IndexError: sizes that together are more than can be addressed.
     """
 
     def __init__(
@@ -133,12 +135,12 @@ class PagedKVCache(BaseCache):
             TypeError: numbers that are no integers.
         """
         op = self._op("share")
+        self._expect_data(op)
         (giver,) = self._read_sequences(op, [source]).tolist()
-        several = [targets] if isinstance(targets, int) else targets
-        takers = self._read_sequences(op, several).tolist()
+        takers = self._read_sequences(op, targets if index_of(targets) is None else [targets]).tolist()
         if giver in takers:
             raise ValueError(f"attn_ext.{op}: sequence {giver} cannot share with itself")
-        held = int(self.lengths[giver])
+        held = self._held(op)[giver]
         length = held if length is None else self._size("length", length, at_least=0)
         if length > held:
             raise ValueError(
@@ -154,8 +156,10 @@ class PagedKVCache(BaseCache):
 
         Blocks beyond the lengths, from `reserve`, are given back.
         """
-        chosen = self._read_sequences(self._op("reorder"), indices)
-        lengths = self.lengths.tolist()
+        op = self._op("reorder")
+        self._expect_data(op)
+        chosen = self._read_sequences(op, indices)
+        lengths = self._held(op)
         moved = [self._blocks[b][: self._pages(lengths[b])] for b in chosen.tolist()]
         table = self._empty_table(len(moved), self.block_table.shape[1])
         held_before = self._blocks
@@ -178,11 +182,12 @@ class PagedKVCache(BaseCache):
         """Take blocks for so many positions of every sequence, in all, and copy shared ones that will be written to.
 
         Raises:
-            IndexError: more blocks than the pool may have.
-            TypeError, ValueError: no integer, or a negative one.
+            IndexError: more blocks than the pool may have, or than can be addressed.
+            TypeError, ValueError: no integer, or a negative one; a cache on the meta device.
         """
         op, capacity = self._op("reserve"), self._size("capacity", capacity, at_least=0)
-        self._take_over(self._room_for(op, [max(0, capacity - n) for n in self.lengths.tolist()]))
+        self._expect_data(op)
+        self._take_over(self._room_for(op, [max(0, capacity - n) for n in self._held(op)]))
 
     # --- for the base class ---------------------------------------------------------------------------------------
 
@@ -194,17 +199,19 @@ class PagedKVCache(BaseCache):
                     "copy; call reserve() first"
                 )
             return Room(self._storage)
-        places = self._places(op, counts)
-        if not places:
+        runs = self._runs(op, counts)
+        if not runs:
             return Room(self._storage)
-        from_free = min(len(places), len(self._free))
+        needed = sum(run.stop - run.start for _, run in runs)
+        from_free = min(needed, len(self._free))
         fresh = self._free[len(self._free) - from_free :][::-1]
         storage, spare = self._storage, range(0)
-        if len(fresh) < len(places):
-            more = len(places) - len(fresh)
+        if len(fresh) < needed:
+            more = needed - len(fresh)
             storage, grown = self._grown(more)
             fresh, spare = [*fresh, *grown[:more]], grown[more:]
 
+        places = [(b, i) for b, run in runs for i in run]  # once there is memory for so many
         copies = [
             (self._blocks[b][i], block)
             for (b, i), block in zip(places, fresh, strict=True)
@@ -218,37 +225,54 @@ class PagedKVCache(BaseCache):
         table = self._table_with(self.block_table, entries)
         return Room(storage._replace(block_table=table), _Plan(places, fresh, from_free, spare))
 
-    def _places(self, op: str, counts: Sequence[int]) -> list[tuple[int, int]]:
-        """Which (sequence, index in its table row) need a fresh block before `counts` more tokens are written.
+    def _runs(self, op: str, counts: Sequence[int]) -> list[tuple[int, range]]:
+        """Which sequences need a fresh block, at which indices of their table rows, before `counts` more tokens are
+        written. They are ranges, as there may be far more of them than there is room for.
 
         That is where there is none, and where a block has other owners. Of those who are about to write to the same
         block, all but the last to come get a copy.
         """
-        places: list[tuple[int, int]] = []
+        runs: list[tuple[int, range]] = []
+        needed = 0
         left: dict[int, int] = {}  # owners that a block loses by this call
         free = len(self._free)
         if self.max_blocks is not None:
             free += self.max_blocks - self.num_blocks
         short: tuple[int, int, int] | None = None  # the first sequence for which the blocks do not suffice
-        for b, (n, length) in enumerate(zip(counts, self.lengths.tolist(), strict=True)):
-            blocks = self._blocks[b]
-            for i in range(length // self.page_size, self._pages(length + n)) if n else ():
-                if i < len(blocks):
-                    lost = left.get(blocks[i], 0)
-                    if self._owners[blocks[i]] - lost == 1:
-                        continue
+        for b, (n, length) in enumerate(zip(counts, self._held(op), strict=True)):
+            if n == 0:
+                continue
+            blocks, end = self._blocks[b], self._pages(length + n)
+            for i in range(length // self.page_size, min(end, len(blocks))):
+                lost = left.get(blocks[i], 0)
+                if self._owners[blocks[i]] - lost > 1:
                     left[blocks[i]] = lost + 1
-                places.append((b, i))
-            if self.max_blocks is not None and len(places) > free and short is None:
+                    runs.append((b, range(i, i + 1)))
+                    needed += 1
+            if end > len(blocks):
+                runs.append((b, range(len(blocks), end)))
+                needed += end - len(blocks)
+            if self.max_blocks is not None and needed > free and short is None:
                 short = (b, n, length)
         if short is not None:
             b, n, length = short
             raise IndexError(
-                f"attn_ext.{op}: sequence {b}: {n} tokens at position {length}: the call needs {len(places)} more "
+                f"attn_ext.{op}: sequence {b}: {n} tokens at position {length}: the call needs {needed} more "
                 f"blocks of {self.page_size} tokens, and {free} are left ({len(self._free)} free, {self.num_blocks} "
                 f"in the pool, {self.max_blocks} allowed)"
             )
-        return places
+        return runs
+
+    def _held(self, op: str) -> list[int]:
+        """The lengths, once they are known to be those of the blocks: a caller can write to the tensor."""
+        lengths = self.lengths.tolist()
+        for b, (length, blocks) in enumerate(zip(lengths, self._blocks, strict=True)):
+            if not 0 <= length <= len(blocks) * self.page_size:
+                raise ValueError(
+                    f"attn_ext.{op}: the length of sequence {b} must be 0 to {len(blocks) * self.page_size}, as it "
+                    f"holds {len(blocks)} blocks of {self.page_size} tokens, and cache.lengths has been set to {length}"
+                )
+        return lengths
 
     def _take_over(self, room: Room) -> None:
         if room.plan is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_ext._arguments import compiling, expect_tensor, read_window
-from attn_ext.kv_cache.base import BaseCache, Room, selected
+from attn_ext.kv_cache.base import BaseCache, Room, packed_counts, selected
 
 __all__ = ["SlidingKVCache"]
 
@@ -34,6 +34,7 @@ class SlidingKVCache(BaseCache):
     Raises:
         TypeError: sizes that are no integers, another dtype.
         ValueError: sizes below 1 (batch: below 0), a capacity below the window.
+        IndexError: sizes that together are more than can be addressed.
     """
 
     _ring = True
@@ -105,6 +106,7 @@ class SlidingKVCache(BaseCache):
             is not there any more. The cache is then as it was before.
         """
         op = self._op("attend")
+        self._expect_data(op)
         if causal is not True:
             raise ValueError(f"attn_ext.{op}: a sliding window is causal, so causal cannot be {causal!r}")
         left, right = (self.window - 1, 0) if window is None else read_window(op, window)
@@ -143,7 +145,9 @@ class SlidingKVCache(BaseCache):
 
     def reorder(self, indices: Sequence[int] | Tensor) -> None:
         """As `BaseCache.reorder`; copies share no memory."""
-        chosen = self._read_sequences(self._op("reorder"), indices)
+        op = self._op("reorder")
+        self._expect_data(op)
+        chosen = self._read_sequences(op, indices)
         super().reorder(chosen)
         self._first_held = selected(self._first_held, chosen)
 
@@ -199,7 +203,10 @@ class SlidingKVCache(BaseCache):
         Queries of new tokens cannot: `truncate` sees to that. What a ring never holds, the operator refuses.
         """
         expect_tensor(op, "q", q)
-        if k is not None and (cu_seqlens is not None or q.dim() != 4 or q.shape[2] <= k.shape[2]):
+        rank = 4 if cu_seqlens is None else 3
+        if q.dim() != rank or (k is not None and not (isinstance(k, Tensor) and k.dim() == rank)):
+            return  # what is not right will be refused with the other arguments
+        if k is not None and (cu_seqlens is not None or q.shape[2] <= k.shape[2]):
             return
         if compiling():
             raise ValueError(
@@ -207,7 +214,10 @@ class SlidingKVCache(BaseCache):
                 f"give k and v with q, as many tokens of each"
             )
         n = 0 if k is None else k.shape[2]
-        queries = [q.shape[-2]] * self.batch if cu_seqlens is None else cu_seqlens.diff().tolist()
+        if cu_seqlens is None:
+            queries = [q.shape[2]] * self.batch
+        else:
+            queries = packed_counts(op, cu_seqlens, self.batch, "q", q.shape[0])
         state = zip(queries, self.lengths.tolist(), self._first_held.tolist(), strict=False)
         for b, (Lq, length, held) in enumerate(state):
             first = max(0, length + n - Lq - left)

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import compiling
+from .._arguments import check_boundaries, compiling, integer_tensor
 from ..kv_cache import BaseCache, DecoderCache, KVCache, PagedKVCache, SlidingKVCache
+from ..nn import MultiHeadAttention
 from ..nn.transformer import one_a_layer
 
 __all__ = [
     "KINDS",
     "cache_dtype",
     "expect_fresh",
+    "expect_one_length",
     "expect_positions",
     "expect_tokens",
     "given_or_new",
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 KINDS = ("contiguous", "paged", "sliding")
+_WITHOUT_WINDOW = KINDS[:2]  # what generate makes by name: it takes no window
 
 
 def new_caches(
@@ -33,8 +36,9 @@ def new_caches(
     capacity: int | None,
     *,
     kind: str,
+    kinds: Sequence[str] = KINDS,
     max_len: int,
-    window: int | None,
+    window: int | None = None,
     **options: Any,
 ) -> list[BaseCache]:
     """One empty cache for each layer.
@@ -44,7 +48,8 @@ def new_caches(
         num_layers: how many.
         batch: sequences.
         capacity: for so many positions of each sequence there is room to begin with; of a sliding cache, its slots.
-        kind: one of `KINDS`.
+        kind: one of `kinds`.
+        kinds: those that the model has.
         max_len: a contiguous cache grows no further.
         window: keys that a query sees, for a sliding cache.
         options: num_kv_heads, head_dim, dtype, quantized, device; page_size for a paged cache.
@@ -52,8 +57,8 @@ def new_caches(
     Raises:
         ValueError: another kind, a capacity above max_len, no window where one is needed or one where none is.
     """
-    if kind not in KINDS:
-        raise ValueError(f"{who}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if kind not in kinds:
+        raise ValueError(f"{who}: kind must be one of {', '.join(kinds)}, got {kind!r}")
     if (window is not None) != (kind == "sliding"):
         raise ValueError(
             f"{who}: a sliding cache needs a window, and no other has one; got kind={kind!r}, window={window}"
@@ -75,36 +80,85 @@ def _kind_for(num_beams: int, kind: str | None) -> str:
     return kind or ("paged" if num_beams > 1 else "contiguous")
 
 
-def expect_fresh(who: str, caches: Sequence[BaseCache | DecoderCache], batch: int) -> None:
-    """Raises ValueError unless the caches are empty and of `batch` sequences."""
-    for layer, cache in enumerate(caches):
-        if cache.batch != batch or cache.max_length:
+def expect_fresh(
+    who: str,
+    caches: Sequence[BaseCache | DecoderCache],
+    batch: int,
+    attentions: Sequence[MultiHeadAttention],
+) -> None:
+    """Looks at all caches before a layer writes to the first one.
+
+    Raises:
+        ValueError: caches that are not empty, not of `batch` sequences, or not made for the heads or the device of
+            their layer.
+        TypeError: caches of another dtype than the layer's keys and values.
+    """
+    for layer, (cache, attention) in enumerate(zip(caches, attentions, strict=True)):
+        held = cache.target if isinstance(cache, DecoderCache) else cache
+        read = isinstance(cache, DecoderCache) and cache.source is not None
+        if held.batch != batch or held.max_length or read:
+            source = " and a source" if read else ""
             raise ValueError(
-                f"{who}: expected empty caches of {batch} sequences, and that of layer {layer} has {cache.batch} with "
-                f"{cache.max_length} tokens in the longest; reset() empties it"
+                f"{who}: expected empty caches of {batch} sequences, and that of layer {layer} has {held.batch} with "
+                f"{held.max_length} tokens in the longest{source}; reset() empties it"
+            )
+        if not isinstance(held, BaseCache):
+            continue  # one with the same interface, which knows itself what it takes
+        weight = attention.w_k.weight
+        expected = (attention.num_kv_heads, attention.d_k, attention.d_k)
+        found = (held.num_kv_heads, held.head_dim, held.v_head_dim)
+        if found != expected:
+            raise ValueError(
+                f"{who}: the cache of layer {layer} must have num_kv_heads, head_dim and v_head_dim {expected}, "
+                f"got {found}"
+            )
+        if held.device != weight.device:
+            raise ValueError(
+                f"{who}: the cache of layer {layer} must be on {weight.device}, where the layer is, got {held.device}"
+            )
+        if held.dtype != cache_dtype(weight):
+            raise TypeError(
+                f"{who}: the cache of layer {layer} must have the dtype {cache_dtype(weight)}, got {held.dtype}"
             )
 
 
 def given_or_new(
     who: str,
     given: Sequence[Any] | str | None,
-    num_layers: int,
+    attentions: Sequence[MultiHeadAttention],
     batch: int,
     num_beams: int,
     make: Callable[[str], Sequence[Any]],
+    of: type[BaseCache] | type[DecoderCache],
 ) -> Sequence[Any]:
     """The caches that a call of generate works with: those given, once they are known to fit, or made of a kind."""
-    if given is None or isinstance(given, str):
-        return make(_kind_for(num_beams, given))
-    one_a_layer(who, given, num_layers)
-    expect_fresh(who, given, batch)
-    return given
+    if given is not None and not isinstance(given, str):
+        one_a_layer(who, given, len(attentions), of)
+        expect_fresh(who, given, batch, attentions)
+        return given
+    if given not in (None, *_WITHOUT_WINDOW):
+        raise ValueError(
+            f"{who}: cache must be one of {', '.join(_WITHOUT_WINDOW)}, or the caches that new_cache makes, "
+            f"got {given!r}"
+        )
+    return make(_kind_for(num_beams, given))
 
 
-def reserve(who: str, caches: Sequence[BaseCache | DecoderCache], lengths: Sequence[int]) -> None:
+def reserve(
+    who: str,
+    caches: Sequence[BaseCache | DecoderCache],
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    num_beams: int,
+) -> None:
     """Makes room for what the sequences will become, so that nothing is refused halfway.
 
-    A pool of blocks grows by itself; only its limit is checked, as if no block were shared.
+    A pool of blocks grows by itself; only its limit is checked: the beams of a sequence share the blocks that its
+    prompt fills, and may have all others for themselves.
+
+    Args:
+        lengths: what each sequence may become.
+        prompts: tokens that each begins with.
 
     Raises:
         IndexError: the caches may not become so large.
@@ -112,21 +166,30 @@ def reserve(who: str, caches: Sequence[BaseCache | DecoderCache], lengths: Seque
     longest = max(lengths, default=0)
     for cache in caches:
         held = cache.target if isinstance(cache, DecoderCache) else cache
-        if not isinstance(held, PagedKVCache):
-            held.reserve(longest)
-        elif held.max_blocks is not None:
-            blocks = sum(-(-n // held.page_size) for n in lengths)
+        if isinstance(held, PagedKVCache) and held.max_blocks is not None:
+            page, blocks = held.page_size, 0
+            for n, prompt in zip(lengths, prompts, strict=True):
+                blocks += prompt // page + num_beams * (-(-n // page) - prompt // page)
             if blocks > held.max_blocks:
                 raise IndexError(
-                    f"{who}: {len(lengths)} sequences of up to {longest} tokens need {blocks} blocks of "
-                    f"{held.page_size}, and the cache may have {held.max_blocks}"
+                    f"{who}: {len(lengths) * num_beams} sequences of up to {longest} tokens need {blocks} blocks of "
+                    f"{page}, and the cache may have {held.max_blocks}"
                 )
+    for cache in caches:
+        held = cache.target if isinstance(cache, DecoderCache) else cache
+        if not isinstance(held, PagedKVCache):
+            held.reserve(longest)
 
 
 def expect_tokens(
     who: str, tokens: Tensor, cu_seqlens: Tensor | None, cache: BaseCache | DecoderCache
 ) -> None:
-    """Raises ValueError unless tokens are (B, n), or (total,) with cu_seqlens, for the sequences of the cache."""
+    """Raises ValueError unless tokens are (B, n), or (total,) with cu_seqlens, for the sequences of the cache.
+
+    TypeError for cu_seqlens that are no tensor of integers.
+    """
+    if cu_seqlens is not None:
+        integer_tensor(who, "cu_seqlens", cu_seqlens)
     batch = cache.batch
     if cu_seqlens is None:
         fits, expected = tokens.dim() == 2 and tokens.shape[0] == batch, f"({batch}, n)"
@@ -137,6 +200,24 @@ def expect_tokens(
         found = f"{tuple(tokens.shape)} with {tuple(cu_seqlens.shape)}"
     if not fits:
         raise ValueError(f"{who}: expected tokens {expected} for caches of {batch} sequences, got {found}")
+    if cu_seqlens is not None and not compiling():
+        check_boundaries(who, "cu_seqlens", cu_seqlens.tolist(), "tokens", tokens.shape[0])
+
+
+def expect_one_length(who: str, caches: Sequence[BaseCache | DecoderCache]) -> None:
+    """Raises ValueError where the layers would not stand at the same positions (unseen by compiled code)."""
+    if compiling():
+        return
+    first = caches[0].lengths
+    if first.is_meta:
+        raise ValueError(f"{who}: the caches are on the meta device, where there are sizes and no data")
+    for layer, cache in enumerate(caches):
+        lengths = cache.lengths
+        if lengths is not first and not torch.equal(lengths, first):
+            raise ValueError(
+                f"{who}: the caches of all layers must hold as many tokens, and that of layer 0 has "
+                f"{first.tolist()}, that of layer {layer} {lengths.tolist()}"
+            )
 
 
 def expect_positions(
@@ -158,4 +239,5 @@ def expect_positions(
 def cache_dtype(weight: Tensor) -> torch.dtype:
     """Of the keys and values that a model with such weights makes: autocast's where it is on."""
     kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    casts = kind != "meta" and weight.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if casts else weight.dtype

@@ -12,7 +12,15 @@ from ..kv_cache import BaseCache, SlidingKVCache
 from ..nn import RotaryEmbedding, TransformerEncoder
 from ..nn.positional import next_positions, table_dtype
 from ..nn.transformer import one_a_layer
-from .caches import cache_dtype, expect_positions, expect_tokens, given_or_new, new_caches, reserve
+from .caches import (
+    cache_dtype,
+    expect_one_length,
+    expect_positions,
+    expect_tokens,
+    given_or_new,
+    new_caches,
+    reserve,
+)
 from .generation import Decoding, decode, one_each, read_prompt, writing
 from .saving import Saveable
 
@@ -140,8 +148,9 @@ class CausalLM(Saveable):
                 see `MultiHeadAttention`.
 
         Raises:
+            TypeError: caches of another kind, or one for keys and values of another dtype.
             ValueError: tokens that are not (B, L), more than max_len of them, or positions of another shape; options
-                that a cache excludes.
+                that a cache excludes; one cache for two blocks, caches that hold different lengths.
             IndexError: more tokens than the cache may hold.
         """
         hidden = self._hidden(tokens, mask, key_lengths, positions, need_weights, cache, cu_seqlens)
@@ -237,7 +246,7 @@ class CausalLM(Saveable):
             top_p: draw from the likeliest tokens that together have this probability.
             num_beams: above 1, search for the likeliest text with so many beams a row; temperature is then 0.
             length_penalty: beams are compared by log-probability / tokens ** length_penalty: above 0 favours long
-                texts.
+                texts. From −10 to 10.
             eos: a token, or several, that end a row. They are part of it.
             pad: what a row that has ended is filled up with; the first token of eos where not given.
             seed: of the random streams, one a row, so that a row draws the same in any batch. An integer stands for
@@ -250,11 +259,12 @@ class CausalLM(Saveable):
                 beams they keep nothing of use.
 
         Raises:
-            TypeError: tokens that are no integers, a mask that is not bool.
-            ValueError: a row without tokens, a setting that means nothing, caches that are not empty; prompts too long:
-                every token but the last new one is read, so a prompt's tokens + max_new_tokens − 1 may be max_len at
-                most (more only with rotary positions and sliding caches).
+            TypeError: tokens that are no integers, a mask that is not bool, caches of another kind or dtype.
+            ValueError: a row without tokens, a setting that means nothing, caches that are not empty or do not fit the
+                model; prompts too long: every token but the last new one is read, so a prompt's tokens +
+                max_new_tokens − 1 may be max_len at most (more only with rotary positions and sliding caches).
             IndexError: more tokens than the caches given may hold. Nothing is written then.
+            RuntimeError: logits from which no token can be chosen: NaN, +inf, or −inf for all tokens of a row.
         """
         who = "CausalLM.generate"
         decoding = Decoding(
@@ -265,8 +275,8 @@ class CausalLM(Saveable):
         needed = [n + max(0, max_new_tokens - 1) for n in prompt.lengths]  # the last new token is not read
         capacity = min(max(needed, default=1), self.max_len)
         caches = given_or_new(
-            who, cache, len(self.blocks.layers), len(needed), num_beams,
-            lambda kind: self.new_cache(len(needed), capacity, kind=kind),
+            who, cache, [layer.self_attn for layer in self.blocks.layers], len(needed), num_beams,
+            lambda kind: self.new_cache(len(needed), capacity, kind=kind), BaseCache,
         )  # fmt: skip
         if not self._endless(caches) and max(needed, default=0) > self.max_len:
             raise ValueError(
@@ -275,7 +285,8 @@ class CausalLM(Saveable):
             )
         if not max_new_tokens or not prompt.lengths:
             return tokens.clone()
-        reserve(who, caches, needed)
+        decoding.expect_seeds(len(needed))
+        reserve(who, caches, needed, prompt.lengths, num_beams)
 
         def read(chosen: Tensor, active: Tensor) -> Tensor:
             new, cu_seqlens = one_each(chosen, active, caches[0].batch)
@@ -303,8 +314,9 @@ class CausalLM(Saveable):
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """forward without the output map."""
         if cache is not None:
-            one_a_layer("CausalLM", cache, len(self.blocks.layers))
+            one_a_layer("CausalLM", cache, len(self.blocks.layers), BaseCache)
             expect_tokens("CausalLM", tokens, cu_seqlens, cache[0])
+            expect_one_length("CausalLM", cache)
             if not self._endless(cache):
                 expect_positions("CausalLM", tokens, cu_seqlens, cache[0], self.max_len)
         elif tokens.dim() != 2 or tokens.shape[1] > self.max_len:

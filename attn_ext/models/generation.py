@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
-from typing import NamedTuple, Protocol
+from numbers import Integral, Real
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "Decoding",
     "Prompt",
     "decode",
+    "is_token",
     "next_token_probabilities",
     "one_each",
     "read_prompt",
@@ -57,7 +58,7 @@ class Decoding:
         temperature: 0 takes the likeliest token, otherwise logits are divided by it and a token is drawn.
         top_k, top_p: draw only from the likeliest; see `next_token_probabilities`.
         num_beams: K; above 1, beam search.
-        length_penalty: beams are compared by log-probability / tokens ** length_penalty.
+        length_penalty: beams are compared by log-probability / tokens ** length_penalty; −10 to 10.
         eos: tokens that end a row.
         pad: what a row that has ended goes on with.
         seed: where the random streams of the rows start: a number for all or one a row; see `row_seed`.
@@ -82,14 +83,17 @@ class Decoding:
 
     def __post_init__(self) -> None:
         self._expect(_is_whole(self.max_new_tokens, 0), "max_new_tokens", "an integer of at least 0")
-        self._expect(0 <= self.temperature < math.inf, "temperature", "a number of at least 0")
+        fine = _is_number(self.temperature) and 0 <= self.temperature < math.inf
+        self._expect(fine, "temperature", "a number of at least 0")
         self._expect(self.top_k is None or _is_whole(self.top_k, 1), "top_k", "an integer of at least 1")
-        self._expect(self.top_p is None or 0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        self._expect(_is_part(self.top_p), "top_p", "above 0 and at most 1")
         self._expect(_is_whole(self.num_beams, 1), "num_beams", "an integer of at least 1")
-        self._expect(math.isfinite(self.length_penalty), "length_penalty", "a finite number")
-        outside = [token for token in self.eos_tokens if not _is_whole(token, 0) or token >= self.vocab_size]
-        self._expect(not outside, "eos", f"tokens from 0 to {self.vocab_size - 1}")
-        self._expect(self.pad is None or _is_whole(self.pad), "pad", "an integer")
+        # Further out, scores of long texts would leave the range of floats.
+        fine = _is_number(self.length_penalty) and -10 <= self.length_penalty <= 10
+        self._expect(fine, "length_penalty", "a number from -10 to 10")
+        self._expect(self._eos_are_tokens(), "eos", f"tokens from 0 to {self.vocab_size - 1}")
+        fine = self.pad is None or (_is_whole(self.pad, -(2**63)) and self.pad < 2**63)
+        self._expect(fine, "pad", "an integer of 64 bits")
         if self.num_beams > 1 and self.temperature > 0:
             raise ValueError(
                 f"{self.who}: beams are the likeliest texts and nothing is drawn: num_beams = {self.num_beams} goes "
@@ -105,6 +109,12 @@ class Decoding:
         if not fine:
             raise ValueError(f"{self.who}: {name} must be {expected}, got {getattr(self, name)!r}")
 
+    def _eos_are_tokens(self) -> bool:
+        try:
+            return all(is_token(token, self.vocab_size) for token in self.eos_tokens)
+        except TypeError:  # neither one nor several
+            return False
+
     @property
     def eos_tokens(self) -> tuple[int, ...]:
         """The tokens that end a row, in a tuple."""
@@ -118,6 +128,30 @@ class Decoding:
         if self.pad is not None:
             return self.pad
         return self.eos_tokens[0] if self.eos_tokens else 0
+
+    def expect_seeds(self, batch: int) -> None:
+        """Raises ValueError where `seeds` would, so that it can be known before anything is written."""
+        if self.temperature > 0 and self.seed is not None:
+            self.seeds(batch)
+
+    def seeds(self, batch: int) -> list[int]:
+        """One for each row's random stream.
+
+        Raises:
+            ValueError: neither one for all nor one a row.
+        """
+        seed = self.seed
+        if seed is None:  # torch.manual_seed decides
+            seed = int(torch.randint(2**63 - 1, ()))
+        if _is_whole(seed, 0):
+            return [row_seed(int(seed), b) for b in range(batch)]
+        several = isinstance(seed, Sequence) and len(seed) == batch
+        if not several or not all(_is_whole(s, 0) and s < 2**64 for s in seed):
+            raise ValueError(
+                f"{self.who}: seed must be an integer of at least 0, or one below 2**64 for each of {batch} rows, "
+                f"got {seed!r}"
+            )
+        return [int(s) for s in seed]
 
     def ends(self, tokens: Tensor) -> Tensor:
         """Which of the tokens end a row: bool, shaped as they are."""
@@ -139,7 +173,7 @@ def decode(logits: Tensor, read: Read, caches: Sequence[Reorderable], decoding: 
 
     Raises:
         ValueError: seeds that are not one a row.
-        RuntimeError: logits that are NaN.
+        RuntimeError: logits that are NaN, +inf, or −inf for all tokens of a row.
     """
     if decoding.max_new_tokens == 0:
         return torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
@@ -168,8 +202,10 @@ def _token_by_token(logits: Tensor, read: Read, decoding: Decoding) -> Tensor:
 
 
 def _checked(logits: Tensor, decoding: Decoding) -> Tensor:
-    if logits.isnan().any():
-        raise RuntimeError(f"{decoding.who}: the model's logits are NaN, so that no token can be chosen")
+    largest = logits.amax(-1)  # NaN where a logit is
+    if not largest.isfinite().all():
+        found = "NaN" if largest.isnan().any() else "infinite" if largest.isposinf().any() else "all -inf"
+        raise RuntimeError(f"{decoding.who}: the model's logits are {found}, so that no token can be chosen")
     return logits
 
 
@@ -186,11 +222,29 @@ def next_token_probabilities(
     lower number counts as the likelier one.
 
     Args:
-        logits: (…, V).
+        logits: (…, V). Tokens of −inf are never drawn; the largest of a row must be finite.
+        temperature: above 0; what logits are divided by. The smaller, the surer the likeliest token.
+        top_k: at least 1; all tokens where not given.
+        top_p: above 0 and at most 1; all tokens where not given.
 
     Returns:
         (…, V) float64.
+
+    Raises:
+        ValueError: another temperature, top_k or top_p.
     """
+    for name, value, expected, fine in (
+        (
+            "temperature",
+            temperature,
+            "a finite number above 0",
+            _is_number(temperature) and 0 < temperature < math.inf,
+        ),
+        ("top_k", top_k, "an integer of at least 1", top_k is None or _is_whole(top_k, 1)),
+        ("top_p", top_p, "above 0 and at most 1", _is_part(top_p)),
+    ):
+        if not fine:
+            raise ValueError(f"next_token_probabilities: {name} must be {expected}, got {value!r}")
     exact = logits.double()
     scaled = (
         exact - exact.amax(-1, keepdim=True)
@@ -199,7 +253,7 @@ def next_token_probabilities(
         return scaled.softmax(-1)
     ordered, order = scaled.sort(stable=True, dim=-1, descending=True)
     if top_k is not None:
-        ordered[..., top_k:] = -math.inf
+        ordered[..., min(top_k, ordered.shape[-1]) :] = -math.inf
     kept = ordered.softmax(-1)
     if top_p is not None and top_p < 1:  # a sum may reach 1 by rounding before its last terms
         before = kept.cumsum(-1) - kept  # what the likelier ones reach without this one
@@ -226,15 +280,7 @@ class _Drawing:
 
     def __init__(self, decoding: Decoding, batch: int) -> None:
         self.decoding = decoding
-        seed = decoding.seed
-        if seed is None:  # torch.manual_seed decides
-            seed = int(torch.randint(2**63 - 1, ()))
-        seeds = [row_seed(seed, b) for b in range(batch)] if _is_whole(seed, 0) else seed
-        if not isinstance(seeds, Sequence) or len(seeds) != batch or not all(_is_whole(s, 0) for s in seeds):
-            raise ValueError(
-                f"{decoding.who}: seed must be an integer of at least 0, or one for each of {batch} rows, got {seed!r}"
-            )
-        self.generators = [torch.Generator().manual_seed(s) for s in seeds]
+        self.generators = [torch.Generator().manual_seed(s) for s in decoding.seeds(batch)]
 
     def __call__(self, logits: Tensor, active: Tensor) -> Tensor:
         how = self.decoding
@@ -412,6 +458,20 @@ def writing(model: nn.Module) -> Iterator[None]:
             else:
                 for module in trained:
                     module.training = True
+
+
+def is_token(x: object, vocab_size: int) -> bool:
+    """Whether x is one of the tokens 0 … vocab_size − 1."""
+    return _is_whole(x, 0) and x < vocab_size
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def _is_part(x: Any) -> bool:
+    """Whether x may be top_p."""
+    return x is None or (_is_number(x) and 0 < x <= 1)
 
 
 def _is_whole(x: object, least: int | None = None) -> bool:

@@ -15,13 +15,14 @@ from ..nn.positional import next_positions
 from ..nn.transformer import one_a_layer
 from .caches import (
     cache_dtype,
+    expect_one_length,
     expect_positions,
     expect_tokens,
     given_or_new,
     new_caches,
     reserve,
 )
-from .generation import Decoding, decode, one_each, read_prompt, writing
+from .generation import Decoding, decode, is_token, one_each, read_prompt, writing
 from .saving import Saveable
 
 __all__ = ["Seq2SeqTransformer"]
@@ -122,15 +123,18 @@ class Seq2SeqTransformer(Saveable):
             cu_seqlens: with a cache, target may be packed, (total,), and so are the logits.
 
         Raises:
-            ValueError: tokens that are not (B, L), or more than max_len of them; what `TransformerDecoder` refuses.
+            TypeError: caches of another kind, or what `TransformerDecoder` refuses.
+            ValueError: tokens that are not (B, L), or more than max_len of them; one cache for two blocks, caches that
+                hold different lengths; what `TransformerDecoder` refuses.
             IndexError: more tokens than the cache may hold.
         """
         if cache is None:
             x = self._embedded("target", target, self.target_embedding)
         else:
             who = "Seq2SeqTransformer"
-            one_a_layer(who, cache, len(self.decoder.layers))
+            one_a_layer(who, cache, len(self.decoder.layers), DecoderCache)
             expect_tokens(who, target, cu_seqlens, cache[0])
+            expect_one_length(who, cache)
             expect_positions(who, target, cu_seqlens, cache[0], self.positions.pe.shape[1])
             x = self.target_embedding(target) * math.sqrt(self.d_model)
             x = self.dropout(self.positions(x, next_positions(cache[0].lengths, target, cu_seqlens)))
@@ -168,8 +172,8 @@ class Seq2SeqTransformer(Saveable):
             batch,
             capacity,
             kind=kind,
+            kinds=("contiguous", "paged"),
             max_len=self.positions.pe.shape[1],
-            window=None,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.d_k,
             page_size=page_size,
@@ -210,7 +214,7 @@ class Seq2SeqTransformer(Saveable):
                 cache from `new_cache` of this class.
 
         Raises:
-            TypeError, ValueError, IndexError: as `CausalLM.generate`.
+            TypeError, ValueError, IndexError, RuntimeError: as `CausalLM.generate`.
         """
         who = "Seq2SeqTransformer.generate"
         vocab_size, max_len = self.target_embedding.num_embeddings, self.positions.pe.shape[1]
@@ -219,21 +223,22 @@ class Seq2SeqTransformer(Saveable):
             eos, self.pad_idx, seed, callback,
         )  # fmt: skip
         read_prompt(who, source, None, self.source_embedding.num_embeddings, name="source")
+        if not is_token(bos, vocab_size):
+            raise ValueError(f"{who}: bos must be a token from 0 to {vocab_size - 1}, got {bos!r}")
         start = torch.full((source.shape[0], 1), bos, dtype=torch.int64, device=source.device)
-        read_prompt(who, start, None, vocab_size, name="bos")
         if max_new_tokens > max_len:
             raise ValueError(
                 f"{who}: bos and {max_new_tokens} new tokens, of which the last is not read, need {max_new_tokens} "
                 f"positions, and max_len is {max_len}"
             )
-        needed = [max_new_tokens] * len(source)
         caches = given_or_new(
-            who, cache, len(self.decoder.layers), len(source), num_beams,
-            lambda kind: self.new_cache(len(source), max(1, max_new_tokens), kind=kind),
+            who, cache, [layer.masked_self_attn for layer in self.decoder.layers], len(source), num_beams,
+            lambda kind: self.new_cache(len(source), max(1, max_new_tokens), kind=kind), DecoderCache,
         )  # fmt: skip
         if not max_new_tokens or not len(source):
             return start
-        reserve(who, caches, needed)
+        decoding.expect_seeds(len(source))
+        reserve(who, caches, [max_new_tokens] * len(source), [1] * len(source), num_beams)
 
         def read(chosen: Tensor, active: Tensor) -> Tensor:
             new, cu_seqlens = one_each(chosen, active, caches[0].batch)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attn_ext._arguments import compiling
 from attn_ext.kv_cache import BaseCache, PagedKVCache, SlidingKVCache
+from attn_ext.kv_cache.base import packed_counts
 from attn_ext.nn.positional import RotaryEmbedding, table_dtype
 from attn_ext.ops import attention
 
@@ -226,11 +227,12 @@ class MultiHeadAttention(nn.Module):
             sum to 1; where a query may attend to no key they are 0, and its output is the bias of w_o.
 
         Raises:
-            TypeError: an integer mask (use mask.bool()); another dtype than the cache's.
+            TypeError: an integer mask (use mask.bool()); a cache that is none; another dtype than the cache's.
             ValueError: shapes that do not fit together; options that a cache excludes.
             IndexError: more tokens than the cache may hold; it is as it was before.
         """
         if cache is not None:
+            _expect_cache(cache)
             unknown = {"mask": mask, "key_lengths": key_lengths, "bias": bias, "positions": positions}
             self._check_cached(unknown, causal, need_weights)
             return self._attend_cached(q, k, v, bool(causal), cache, cu_seqlens), None
@@ -277,9 +279,10 @@ class MultiHeadAttention(nn.Module):
         Raises:
             As `forward` with a cache.
         """
+        _expect_cache(cache)
         self._check_widths((k, v), (self.kdim, self.vdim), cu_seqlens)
         heads = _heads_for_cache(self._kv_heads(k, v), cu_seqlens)
-        cache.append(*heads, cu_seqlens=cu_seqlens, **self._rotary_for(cache, heads[0], cu_seqlens))
+        cache.append(*heads, cu_seqlens=cu_seqlens, **self._rotary_for("append", cache, heads[0], cu_seqlens))
 
     def _attend_cached(
         self,
@@ -306,17 +309,28 @@ class MultiHeadAttention(nn.Module):
             v_heads,
             cu_seqlens=cu_seqlens,
             causal=causal,
-            **self._rotary_for(cache, k_heads, cu_seqlens),
+            **self._rotary_for("attend", cache, k_heads, cu_seqlens),
         )  # (B, h, Lq, d_k) or (total, h, d_k)
         return self.w_o((output if cu_seqlens is not None else output.transpose(1, 2)).flatten(-2))
 
-    def _rotary_for(self, cache: BaseCache, k: Tensor | None, cu_seqlens: Tensor | None) -> dict[str, Any]:
-        """The cache turns queries and keys itself, by tables that reach as far as the positions will."""
+    def _rotary_for(
+        self, method: str, cache: BaseCache, k: Tensor | None, cu_seqlens: Tensor | None
+    ) -> dict[str, Any]:
+        """The cache turns queries and keys itself, by tables that reach as far as the positions will.
+
+        method: that of the cache which is about to be called, for messages.
+        """
         if self.rotary is None:
             return {}
         rows = _reachable(cache)
         if not compiling():  # which cannot read lengths, nor let a cache grow
-            new = 0 if k is None else k.shape[2] if cu_seqlens is None else _longest(cu_seqlens)
+            if k is None:
+                new = 0
+            elif cu_seqlens is None:
+                new = k.shape[2]
+            else:  # checked here already: tables are not to be computed for tokens that did not come
+                op = f"{type(cache).__name__}.{method}"
+                new = max(packed_counts(op, cu_seqlens, cache.batch, "k", k.shape[0]), default=0)
             rows = max(rows, cache.max_length + new)
         dtype = table_dtype(cache.dtype)
         return {
@@ -401,8 +415,17 @@ def _reachable(cache: BaseCache) -> int:
     return cache.capacity
 
 
-def _longest(cu_seqlens: Tensor) -> int:
-    return max(cu_seqlens.diff().tolist(), default=0)
+def attends(cache: object) -> bool:
+    """Whether an object may be a cache: those of this package, and others that have their interface."""
+    return hasattr(cache, "attend")
+
+
+def _expect_cache(cache: object) -> None:
+    """Raises TypeError for anything else."""
+    if not attends(cache):
+        raise TypeError(
+            f"MultiHeadAttention: cache must be a KVCache, PagedKVCache or SlidingKVCache, got {type(cache).__name__}"
+        )
 
 
 def _with_head_dim(mask: Tensor | None) -> Tensor | None:

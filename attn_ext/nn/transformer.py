@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attn_ext._arguments import compiling
 from attn_ext.kv_cache import BaseCache, DecoderCache
-from attn_ext.nn.attention import MultiHeadAttention
+from attn_ext.nn.attention import MultiHeadAttention, attends
 from attn_ext.nn.feed_forward import feed_forward
 from attn_ext.nn.positional import RotaryEmbedding
 
@@ -233,7 +234,7 @@ class TransformerDecoderBlock(nn.Module):
             cu_seqlens: with a cache, x may be packed, (total, d_model).
 
         Raises:
-            TypeError: an integer mask (use mask.bool()).
+            TypeError: an integer mask (use mask.bool()); a cache that is no `DecoderCache`.
             ValueError: shapes that do not fit together; options that a cache excludes; no encoder_output in the
                 first call with a cache, or another one later.
             IndexError: more tokens than the cache may hold.
@@ -289,6 +290,10 @@ class TransformerDecoderBlock(nn.Module):
     ) -> BaseCache:
         """Keys and values of the source: those in the cache, or in the first call new ones, which are not put there
         yet, so that a call that is refused changes nothing."""
+        if not isinstance(cache, DecoderCache):
+            raise TypeError(
+                f"TransformerDecoderBlock: cache must be a DecoderCache, got {type(cache).__name__}"
+            )
         if cache.source is not None:
             if encoder_output is not None or padding_mask is not None or encoder_lengths is not None:
                 raise ValueError(
@@ -299,6 +304,10 @@ class TransformerDecoderBlock(nn.Module):
         if encoder_output is None:
             raise ValueError(
                 "TransformerDecoderBlock: a first call with a cache needs encoder_output, to store its keys and values"
+            )
+        if not isinstance(encoder_output, Tensor):
+            raise TypeError(
+                f"TransformerDecoderBlock: encoder_output must be a tensor, got {type(encoder_output).__name__}"
             )
         batch, width = cache.batch, self.cross_attn.kdim
         if encoder_output.dim() != 3 or encoder_output.shape[0] != batch or encoder_output.shape[2] != width:
@@ -403,7 +412,7 @@ class TransformerEncoder(nn.Module):
                 block's cache refuses what an earlier one took, the earlier ones have stored it: `truncate` them.
 
         Raises:
-            TypeError: an integer mask (use mask.bool()).
+            TypeError: an integer mask (use mask.bool()); caches of another kind.
             ValueError: shapes that do not fit together; options that a cache excludes; not one cache a block.
             IndexError: more tokens than a cache may hold.
         """
@@ -411,7 +420,7 @@ class TransformerEncoder(nn.Module):
             "causal": causal, "key_lengths": key_lengths, "bias": bias, "positions": positions,
             "cu_seqlens": cu_seqlens,
         }  # fmt: skip
-        caches = one_a_layer("TransformerEncoder", cache, len(self.layers))
+        caches = one_a_layer("TransformerEncoder", cache, len(self.layers), BaseCache)
         if not need_weights:
             for layer, layer_cache in zip(self.layers, caches, strict=True):
                 x = layer(x, mask, **options, cache=layer_cache)
@@ -508,10 +517,11 @@ class TransformerDecoder(nn.Module):
                 `TransformerDecoderBlock`, the same for every block.
             need_weights: also return both attentions' weights of every block, before dropout.
             cache, cu_seqlens: as in `TransformerDecoderBlock`; one cache for each block, in order. Where a later
-                block's cache refuses what an earlier one took, the earlier ones have stored it: `truncate` them.
+                block's cache refuses what an earlier one took, the earlier ones have stored the target: `truncate`
+                them. They hold no source that they did not hold before.
 
         Raises:
-            TypeError: an integer mask (use mask.bool()).
+            TypeError: an integer mask (use mask.bool()); caches of another kind.
             ValueError: shapes that do not fit together; options that a cache excludes; not one cache a block.
             IndexError: more tokens than a cache may hold.
         """
@@ -519,14 +529,29 @@ class TransformerDecoder(nn.Module):
             "key_lengths": key_lengths, "encoder_lengths": encoder_lengths, "positions": positions,
             "need_weights": need_weights, "cu_seqlens": cu_seqlens,
         }  # fmt: skip
-        caches = one_a_layer("TransformerDecoder", cache, len(self.layers))
+        caches = one_a_layer("TransformerDecoder", cache, len(self.layers), DecoderCache)
+        arguments = (x, encoder_output, causal_mask, padding_mask)
+        if cache is None or compiling():  # which follows no exception
+            return self._through_layers(caches, *arguments, **options)
+        without_source = [c for c in caches if c.source is None]
+        try:
+            return self._through_layers(caches, *arguments, **options)
+        except BaseException:
+            for c in without_source:  # the call can be made again, and reads the source again
+                c.source = None
+            raise
+
+    def _through_layers(
+        self, caches: Sequence[DecoderCache | None], x: Tensor, *rest: Tensor | None, **options: Any
+    ) -> Tensor | tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """forward, once there is one cache or None for each block."""
         weights = []
         for layer, layer_cache in zip(self.layers, caches, strict=True):
-            x = layer(x, encoder_output, causal_mask, padding_mask, **options, cache=layer_cache)
-            if need_weights:
+            x = layer(x, *rest, **options, cache=layer_cache)
+            if options["need_weights"]:
                 x, self_weights, cross_weights = x
                 weights.append((self_weights, cross_weights))
-        return (self.norm(x), weights) if need_weights else self.norm(x)
+        return (self.norm(x), weights) if options["need_weights"] else self.norm(x)
 
 
 def make_norm(
@@ -550,8 +575,15 @@ def make_norm(
     raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
 
 
-def one_a_layer(who: str, cache: Sequence[Any] | None, num_layers: int) -> Sequence[Any]:
-    """The caches of the blocks; None for each where there are none."""
+def one_a_layer(
+    who: str, cache: Sequence[Any] | None, num_layers: int, kind: type[BaseCache] | type[DecoderCache]
+) -> Sequence[Any]:
+    """The caches of the blocks; None for each where there are none.
+
+    Raises:
+        ValueError: not a list of one for each block; one cache for two blocks.
+        TypeError: caches of another kind.
+    """
     if cache is None:
         return [None] * num_layers
     if not isinstance(cache, (list, tuple)) or len(cache) != num_layers:
@@ -559,7 +591,24 @@ def one_a_layer(who: str, cache: Sequence[Any] | None, num_layers: int) -> Seque
         raise ValueError(
             f"{who}: cache must be a list with one cache for each of {num_layers} blocks, got {found}"
         )
+    for layer, c in enumerate(cache):
+        if not (isinstance(c, DecoderCache) if kind is DecoderCache else attends(c)):
+            wanted = "DecoderCache" if kind is DecoderCache else "KVCache, PagedKVCache or SlidingKVCache"
+            raise TypeError(f"{who}: the cache of block {layer} must be a {wanted}, got {type(c).__name__}")
+    if not compiling():  # which has no ids of objects
+        _expect_different(who, cache)
     return cache
+
+
+def _expect_different(who: str, caches: Sequence[BaseCache | DecoderCache]) -> None:
+    """Raises ValueError where two blocks would write to one cache: each would read the other's keys."""
+    first: dict[int, int] = {}
+    for layer, c in enumerate(caches):
+        other = first.setdefault(id(c.target if isinstance(c, DecoderCache) else c), layer)
+        if other != layer:
+            raise ValueError(
+                f"{who}: each block needs a cache of its own, and blocks {other} and {layer} got the same one"
+            )
 
 
 def _seen_keys(encoder_output: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
@@ -567,10 +616,9 @@ def _seen_keys(encoder_output: Tensor, mask: Tensor | None, lengths: Tensor | No
     batch, length = encoder_output.shape[:2]
     seen = None
     if mask is not None:
-        if mask.dtype != torch.bool:
-            raise TypeError(
-                f"TransformerDecoderBlock: with a cache padding_mask must be bool, got {mask.dtype}"
-            )
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"TransformerDecoderBlock: with a cache padding_mask must be bool, got {found}")
         padded = mask.unsqueeze(1) if mask.dim() == 3 else mask  # as in MultiHeadAttention
         padded = padded[(None,) * max(0, 4 - padded.dim())]
         if padded.dim() != 4 or padded.shape[1:] != (1, 1, length) or padded.shape[0] not in (1, batch):
@@ -580,6 +628,11 @@ def _seen_keys(encoder_output: Tensor, mask: Tensor | None, lengths: Tensor | No
             )
         seen = padded[:, 0, 0].expand(batch, length)
     if lengths is not None:
+        if not isinstance(lengths, Tensor):
+            raise TypeError(
+                f"TransformerDecoderBlock: encoder_lengths must be a tensor of int32 or int64, "
+                f"got {type(lengths).__name__}"
+            )
         if tuple(lengths.shape) != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"TransformerDecoderBlock: encoder_lengths must be ({batch},) integers, "

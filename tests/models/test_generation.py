@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_ext import DecoderCache, KVCache, masks
+from attn_ext import DecoderCache, KVCache, PagedKVCache, masks
 from attn_ext.models import CausalLM, Seq2SeqTransformer
 from attn_ext.models.generation import Decoding, decode, next_token_probabilities, row_seed
 
@@ -709,19 +709,31 @@ def test_own_caches_keep_what_was_written() -> None:
         ({"max_new_tokens": -1}, "max_new_tokens must be an integer of at least 0, got -1"),
         ({"max_new_tokens": 2.0}, "max_new_tokens must be an integer of at least 0, got 2.0"),
         ({"temperature": -0.5}, "temperature must be a number of at least 0, got -0.5"),
+        ({"temperature": "1"}, "temperature must be a number of at least 0, got '1'"),
+        ({"top_p": "1"}, "top_p must be above 0 and at most 1, got '1'"),
+        ({"length_penalty": "1"}, "length_penalty must be a number from -10 to 10, got '1'"),
         ({"temperature": math.nan}, "temperature must be a number of at least 0, got nan"),
         ({"temperature": math.inf}, "temperature must be a number of at least 0, got inf"),
         ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"num_beams": 0}, "num_beams must be an integer of at least 1, got 0"),
-        ({"length_penalty": math.nan}, "length_penalty must be a finite number, got nan"),
+        ({"length_penalty": math.nan}, "length_penalty must be a number from -10 to 10, got nan"),
+        ({"length_penalty": 400, "num_beams": 2}, "length_penalty must be a number from -10 to 10, got 400"),
+        (
+            {"length_penalty": -400, "num_beams": 2},
+            "length_penalty must be a number from -10 to 10, got -400",
+        ),
         ({"eos": 40}, "eos must be tokens from 0 to 39, got 40"),
         ({"eos": [3, -1]}, r"eos must be tokens from 0 to 39, got \[3, -1\]"),
-        ({"pad": 0.5}, "pad must be an integer, got 0.5"),
+        ({"eos": 1.0}, "eos must be tokens from 0 to 39, got 1.0"),
+        ({"eos": True}, "eos must be tokens from 0 to 39, got True"),
+        ({"pad": 0.5}, "pad must be an integer of 64 bits, got 0.5"),
+        ({"pad": 2**70}, "pad must be an integer of 64 bits, got 1180591620717411303424"),
         ({"num_beams": 2, "temperature": 1.0}, "num_beams = 2 goes with temperature 0, got 1.0"),
         ({"num_beams": 2, "callback": print}, "callback needs num_beams = 1, got 2"),
-        ({"temperature": 1.0, "seed": [1]}, r"seed must be .* one for each of 2 rows, got \[1\]"),
+        ({"temperature": 1.0, "seed": [1]}, r"seed must be .* for each of 2 rows, got \[1\]"),
+        ({"temperature": 1.0, "seed": [2**80, 1]}, r"one below 2\*\*64 for each of 2 rows, got \[1208"),
         ({"temperature": 1.0, "seed": -1}, "seed must be an integer of at least 0"),
         ({"tokens": torch.zeros(3, dtype=torch.int64)}, r"tokens must be \(B, L\), got \(3,\)"),
         ({"tokens": torch.zeros(2, 0, dtype=torch.int64)}, "row 0 has no token to begin with"),
@@ -729,8 +741,8 @@ def test_own_caches_keep_what_was_written() -> None:
         ({"tokens": torch.tensor([[3, -1]])}, "tokens must be 0 to 39, got -1 to 3"),
         ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"mask must be \(2, 5\) as tokens are, got \(2, 4\)"),
         ({"mask": torch.tensor([[True] * 5, [False] * 5])}, "row 1 has no token to begin with"),
-        ({"cache": "ring"}, "kind must be one of contiguous, paged, sliding, got 'ring'"),
-        ({"cache": "sliding"}, "a sliding cache needs a window"),
+        ({"cache": "ring"}, "cache must be one of contiguous, paged, or .* got 'ring'"),
+        ({"cache": "sliding"}, "cache must be one of contiguous, paged, or .* got 'sliding'"),
         ({"cache": []}, "CausalLM.generate: cache must be a list with one cache for each of 2 blocks, got 0"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -764,6 +776,81 @@ def test_a_broken_model_is_no_text() -> None:
             lm.generate(prompt(5), 3, **options)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"num_beams": 3}]
+)
+@pytest.mark.parametrize(
+    ("bias", "found"),
+    [([0.0, math.inf, 0.0], "infinite"), ([-math.inf] * 3, "all -inf"), ([0.0, math.nan, math.inf], "NaN")],
+)
+def test_logits_without_a_largest_one_are_no_text(
+    options: dict[str, Any], bias: list[float], found: str
+) -> None:
+    decoding = Decoding("a model", 3, 4, **options)
+    with pytest.raises(RuntimeError, match=f"a model: the model's logits are {found}, so that no token"):
+        decode(torch.tensor([[0.0, 0.0, 0.0], bias]), lambda *_: torch.zeros(2, 3), [], decoding)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 1}, {"num_beams": 2}])
+def test_forbidden_tokens_are_never_written(options: dict[str, Any]) -> None:
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0]])
+    decoding = Decoding("a model", 4, 5, **options)
+    read = lambda tokens, active: logits.expand(len(tokens), -1)  # noqa: E731
+    assert torch.isin(decode(logits, read, [], decoding), torch.tensor([1, 3])).all()
+
+
+@pytest.mark.parametrize("penalty", [-10, 10])
+def test_scores_of_the_strongest_penalties_are_finite(penalty: int) -> None:
+    assert model().generate(prompt(5), 40, num_beams=2, length_penalty=penalty).shape == (1, 45)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0}, "temperature must be a finite number above 0, got 0"),
+        ({"temperature": math.inf}, "temperature must be a finite number above 0, got inf"),
+        ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+    ],
+)
+def test_there_are_no_probabilities_for_settings_that_mean_nothing(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"next_token_probabilities: {message}"):
+        next_token_probabilities(torch.zeros(1, 3), **options)
+
+
+def untouched(caches: Sequence[Any]) -> bool:
+    """Whether nothing was ever written to the caches."""
+    targets = [c.target if isinstance(c, DecoderCache) else c for c in caches]
+    return not any(c.max_length or c.k.any() for c in targets)
+
+
+def test_bad_seeds_are_refused_before_anything_is_written() -> None:
+    lm = model()
+    cache = lm.new_cache(2)
+    with pytest.raises(ValueError, match="seed must be"):
+        lm.generate(prompt(5, batch=2), 3, temperature=1.0, seed=[1], cache=cache)
+    assert untouched(cache)
+
+
+def test_room_for_all_beams_is_asked_for_at_the_start() -> None:
+    lm, tokens = model(), prompt(5, batch=2)
+
+    def pools(most: int) -> list[PagedKVCache]:
+        return [PagedKVCache(2, 2, 8, page_size=4, num_blocks=1, max_blocks=most) for _ in range(2)]
+
+    small = pools(8)
+    with pytest.raises(
+        IndexError, match="16 sequences of up to 12 tokens need 34 blocks of 4, .* may have 8"
+    ):
+        lm.generate(tokens, 8, num_beams=8, cache=small)
+    assert untouched(small) and [c.batch for c in small] == [2, 2]
+    # The first block of each prompt is full and shared; of the others each beam may need its own.
+    expected = lm.generate(tokens, 8, num_beams=8)
+    assert torch.equal(lm.generate(tokens, 8, num_beams=8, cache=pools(34)), expected)
+
+
 def test_bad_calls_of_forward_with_a_cache_are_named() -> None:
     for layout in LAYOUTS:
         lm = model(layout)
@@ -786,9 +873,90 @@ def test_bad_calls_of_forward_with_a_cache_are_named() -> None:
                 ValueError, match="CausalLM: cache must be a list with one cache for each of 2 blocks"
             ):
                 lm(prompt(3, batch=2), cache=cache[0])
+            with pytest.raises(TypeError, match="the cache of block 0 must be a KVCache, .* got str"):
+                lm(prompt(3, batch=2), cache=["a", "b"])
+            with pytest.raises(ValueError, match="a cache of its own, and blocks 0 and 1 got the same"):
+                lm(prompt(3, batch=2), cache=[cache[0], cache[0]])
+            packed = prompt(5)[0]
+            with pytest.raises(TypeError, match="cu_seqlens must be a tensor of int32 or int64, not list"):
+                lm(packed, cache=cache, cu_seqlens=[0, 3, 5])
+            with pytest.raises(ValueError, match="cu_seqlens must end with the 5 rows of tokens, not with 4"):
+                lm(packed, cache=cache, cu_seqlens=torch.tensor([0, 3, 4]))
         with pytest.raises(ValueError, match="cu_seqlens is for calls with a cache"):
             lm(prompt(3), cu_seqlens=torch.tensor([0, 3]))
         assert cache[0].max_length == 0
+
+
+@torch.no_grad()
+def test_layers_that_stand_at_different_positions_are_named() -> None:
+    lm = model()
+    cache = lm.new_cache(1)
+    cache[1].append(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))
+    with pytest.raises(ValueError, match=r"that of layer 0 has \[0\], that of layer 1 \[3\]"):
+        lm(prompt(2), cache=cache)
+    assert cache[0].max_length == 0 and cache[1].max_length == 3
+    with pytest.raises(ValueError, match="the caches are on the meta device"):
+        lm(prompt(2), cache=[KVCache(1, 2, 8, device="meta") for _ in range(2)])
+    translate = translator()
+    targets = translate.new_cache(1)
+    targets[0].target.append(torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8))
+    with pytest.raises(ValueError, match=r"that of layer 0 has \[1\], that of layer 1 \[0\]"):
+        translate.decode(prompt(2) % 25, translate.encode(sources()[:1]), cache=targets)
+    assert [c.source for c in targets] == [None, None]
+
+
+UNFIT: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "width": (
+        ValueError,
+        r"layer 1 must have num_kv_heads, head_dim and v_head_dim \(2, 8, 8\), got \(2, 4, 4\)",
+        lambda: KVCache(1, 2, 4),
+    ),
+    "heads": (ValueError, r"got \(4, 8, 8\)", lambda: KVCache(1, 4, 8)),
+    "width of v": (ValueError, r"got \(2, 8, 4\)", lambda: PagedKVCache(1, 2, 8, v_head_dim=4)),
+    "dtype": (
+        TypeError,
+        "layer 1 must have the dtype torch.float32, got torch.bfloat16",
+        lambda: KVCache(1, 2, 8, dtype=torch.bfloat16),
+    ),
+    "batch": (ValueError, "that of layer 1 has 2 with 0 tokens", lambda: KVCache(2, 2, 8)),
+    "kind": (
+        TypeError,
+        "block 1 must be a KVCache, .* got DecoderCache",
+        lambda: DecoderCache(KVCache(1, 2, 8)),
+    ),
+    "no cache": (TypeError, "block 1 must be a KVCache, .* got str", lambda: "b"),
+    "no data": (ValueError, "meta device", lambda: KVCache(1, 2, 8, device="meta")),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_cache_that_does_not_fit_a_later_layer_is_refused_before_anything_is_written(case: str) -> None:
+    error, message, make = UNFIT[case]
+    first = KVCache(1, 2, 8)
+    with pytest.raises(error, match=message):
+        model().generate(prompt(5), 3, cache=[first, make()])
+    assert untouched([first])
+
+
+def test_a_cache_of_another_class_with_the_same_interface_is_taken() -> None:
+    class Own:
+        """Hands everything on to a cache that it is none of itself."""
+
+        def __init__(self) -> None:
+            self.held = KVCache(1, 2, 8)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.held, name)
+
+    lm = model()
+    assert torch.equal(lm.generate(prompt(5), 6, cache=[Own(), Own()]), lm.generate(prompt(5), 6))
+
+
+def test_autocast_leaves_float64_and_so_do_its_caches() -> None:
+    lm = model().double()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert lm.new_cache(1)[0].dtype == torch.float64
+        assert lm.generate(prompt(5), 3).shape == (1, 8)
 
 
 def test_bad_caches_are_named() -> None:
@@ -918,11 +1086,14 @@ def test_translation_fits_where_all_but_the_last_token_do() -> None:
     assert translate.generate(sources(), 10, bos=BOS, eos=None).shape == (4, 11)
     for arguments, message in (
         ({"max_new_tokens": 11}, "bos and 11 new tokens.* need 11 positions, and max_len is 10"),
-        ({"bos": 25}, "bos must be 0 to 24, got 25 to 25"),
+        ({"bos": 25}, "bos must be a token from 0 to 24, got 25"),
+        ({"bos": 1.5}, "bos must be a token from 0 to 24, got 1.5"),
+        ({"bos": True}, "bos must be a token from 0 to 24, got True"),
+        ({"bos": 2**70}, "bos must be a token from 0 to 24, got 1180591620717411303424"),
         ({"eos": 25}, "eos must be tokens from 0 to 24, got 25"),
         ({"source": torch.full((1, 3), 20)}, "source must be 0 to 19, got 20 to 20"),
         ({"source": torch.ones(3, dtype=torch.int64)}, r"source must be \(B, L\), got \(3,\)"),
-        ({"cache": "sliding"}, "a sliding cache needs a window"),
+        ({"cache": "sliding"}, "cache must be one of contiguous, paged, or .* got 'sliding'"),
         (
             {"cache": translate.new_cache(3)},
             "expected empty caches of 4 sequences, and that of layer 0 has 3",
@@ -932,6 +1103,36 @@ def test_translation_fits_where_all_but_the_last_token_do() -> None:
             translate.generate(
                 **{"source": sources(), "max_new_tokens": 3, "bos": BOS, "eos": EOS, **arguments}
             )
+
+
+def test_decoder_caches_that_do_not_fit_are_refused_before_anything_is_written() -> None:
+    translate = translator()
+    call = {"source": sources(), "max_new_tokens": 6, "bos": BOS, "eos": None}
+    with pytest.raises(ValueError, match="kind must be one of contiguous, paged, got 'sliding'"):
+        translate.new_cache(1, kind="sliding")
+    with pytest.raises(TypeError, match="block 0 must be a DecoderCache, got KVCache"):
+        translate.generate(**call, cache=[KVCache(4, 4, 8), KVCache(4, 4, 8)])
+    for error, message, last in (
+        (ValueError, r"layer 1 must have .* \(4, 8, 8\), got \(4, 4, 4\)", DecoderCache(KVCache(4, 4, 4))),
+        (TypeError, "block 1 must be a DecoderCache, got str", "b"),
+    ):
+        cache = [translate.new_cache(4)[0], last]
+        with pytest.raises(error, match=message):
+            translate.generate(**call, cache=cache)
+        assert untouched(cache[:1]) and cache[0].source is None
+    used = translate.new_cache(4)
+    used[1].source = used[1].for_source(3)
+    with pytest.raises(ValueError, match="layer 1 has 4 with 0 tokens in the longest and a source"):
+        translate.generate(**call, cache=used)
+    pools = [DecoderCache(PagedKVCache(4, 4, 8, page_size=2, num_blocks=1, max_blocks=11)) for _ in range(2)]
+    with pytest.raises(
+        IndexError, match="12 sequences of up to 6 tokens need 36 blocks of 2, .* may have 11"
+    ):
+        translate.generate(**call, num_beams=3, cache=pools)
+    assert untouched([*used, *pools]) and used[0].source is None
+    target = DecoderCache(KVCache(4, 4, 8))
+    with pytest.raises(ValueError, match="blocks 0 and 1 got the same one"):
+        translate.generate(**call, cache=[target, DecoderCache(target.target)])
 
 
 def test_own_decoder_caches_keep_the_target() -> None:

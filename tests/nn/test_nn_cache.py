@@ -317,6 +317,13 @@ def test_a_decoder_refuses_another_source_and_a_missing_one() -> None:
         decoder(x, None, cache=cache)
     with pytest.raises(ValueError, match=r"expected encoder_output \(3, Lsource, 32\).* got \(2, 7, 32\)"):
         decoder(x, memory[:2], cache=cache)
+    for name, arguments in (
+        ("encoder_output", {"encoder_output": [1]}),
+        ("padding_mask", {"padding_mask": [True]}),
+        ("encoder_lengths", {"encoder_lengths": [7, 7, 7]}),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be .* got list"):
+            decoder(x, **{"encoder_output": memory, **arguments}, cache=cache)
     with pytest.raises(TypeError, match="padding_mask must be bool, got torch.float32"):
         decoder(x, memory, None, torch.zeros(3, 1, 1, 7), cache=cache)
     for shape in ((3, 1, 1, 6), (3, 4, 1, 7), (3, 1, 2, 7), (2, 1, 1, 7), (4, 7), (2, 1, 7)):
@@ -396,6 +403,76 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"expected \(B, L, 32\), \(B, L, 32\), got \(3, 32\)"):
         attend.store(x[0], x, cache)
     assert cache.max_length == 0
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "error", "message"),
+    [
+        (torch.tensor([0, 10**8]), ValueError, "must end with the 3 rows of k, not with 100000000"),
+        (torch.tensor([0, -1]), ValueError, "must not fall"),
+        (torch.tensor([[0, 3]]), ValueError, r"must be \(2,\), .* not \(1, 2\)"),
+        (torch.tensor(3), ValueError, r"must be \(2,\), .* not \(\)"),
+        (torch.tensor([0.0, 3.0]), TypeError, "must be a tensor of int32 or int64, not torch.float32"),
+        ([0, 3], TypeError, "must be a tensor of int32 or int64, not list"),
+    ],
+    ids=str,
+)
+@each_kind
+def test_boundaries_are_checked_before_rotary_tables_are_made(
+    kind: str, cu_seqlens: Any, error: type[Exception], message: str
+) -> None:
+    attend, cache, x = attention(), new_cache(kind, batch=1), torch.randn(3, D_MODEL)
+    before = snapshot(cache)
+    with pytest.raises(error, match=f"attend: cu_seqlens {message}"):
+        attend(x, x, x, causal=True, cache=cache, cu_seqlens=cu_seqlens)
+    with pytest.raises(error, match=f"append: cu_seqlens {message}"):
+        attend.store(x, x, cache, cu_seqlens=cu_seqlens)
+    assert snapshot(cache) == before
+
+
+def test_what_is_no_cache_is_named() -> None:
+    x, memory = torch.randn(2, 1, D_MODEL), torch.randn(2, 7, D_MODEL)
+    for cache, name in (
+        ("x", "str"),
+        ([new_cache()], "list"),
+        (DecoderCache(new_cache()), "DecoderCache"),
+    ):
+        with pytest.raises(TypeError, match=f"MultiHeadAttention: cache must be a KVCache, .* got {name}"):
+            attention()(x, x, x, cache=cache)
+        with pytest.raises(TypeError, match=f"MultiHeadAttention: cache must be a KVCache, .* got {name}"):
+            attention().store(x, x, cache)
+    block = blocks(decoder=True, layers=1).layers[0]
+    with pytest.raises(TypeError, match="TransformerDecoderBlock: cache must be a DecoderCache, got KVCache"):
+        block(x, memory, cache=new_cache())
+    with pytest.raises(TypeError, match="block 1 must be a DecoderCache, got KVCache"):
+        blocks(decoder=True)(x, memory, cache=[*decoder_caches(1), new_cache()])
+    with pytest.raises(TypeError, match="block 0 must be a KVCache, .* got DecoderCache"):
+        blocks()(x, cache=decoder_caches(2))
+
+
+def test_one_cache_for_two_blocks_is_refused() -> None:
+    x, memory = torch.randn(2, 1, D_MODEL), torch.randn(2, 7, D_MODEL)
+    cache, target = new_cache(), new_cache()
+    with pytest.raises(ValueError, match="TransformerEncoder: .* blocks 0 and 2 got the same one"):
+        blocks(layers=3)(x, cache=[cache, new_cache(), cache])
+    with pytest.raises(ValueError, match="TransformerDecoder: .* blocks 0 and 1 got the same one"):
+        blocks(decoder=True)(x, memory, cache=[DecoderCache(target), DecoderCache(target)])
+    assert cache.max_length == target.max_length == 0
+
+
+def test_a_decoder_can_be_called_again_after_a_later_block_refused() -> None:
+    decoder, x, memory = blocks(decoder=True), torch.randn(2, 3, D_MODEL), torch.randn(2, 7, D_MODEL)
+    cache = [DecoderCache(new_cache()), DecoderCache(new_cache(max_capacity=2))]
+    with pytest.raises(IndexError, match="max_capacity is 2"):
+        decoder(x, memory, cache=cache)
+    assert [c.source for c in cache] == [None, None]
+    cache[0].truncate(0)
+    step = decoder(x[:, :2], memory, cache=cache)
+    assert torch.equal(step, decoder(x[:, :2], memory, cache=[DecoderCache(new_cache()) for _ in range(2)]))
+    sources = [c.source for c in cache]
+    with pytest.raises(IndexError, match="max_capacity is 2"):
+        decoder(x[:, 2:], None, cache=cache)
+    assert [c.source for c in cache] == sources  # those of earlier calls stay
 
 
 def test_more_tokens_than_there_may_be_room_for_change_nothing() -> None:

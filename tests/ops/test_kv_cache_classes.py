@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cache_support import Tokens, full_pass, packed, stacked, tokens
@@ -351,6 +353,24 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[Any, Tensor, Tensor, Tensor
     "a sequence that is not there": (IndexError, "2 sequences", lambda c, q, k, v: c.reorder([0, 2])),
     "indices of floats": (TypeError, "integers", lambda c, q, k, v: c.reorder([0.0, 1.0])),
     "a negative room": (ValueError, "-1", lambda c, q, k, v: c.reserve(-1)),
+    "q of one dim": (ValueError, "q", lambda c, q, k, v: c.attend(q[0, 0, 0])),
+    "numbers as k and v": (TypeError, "k must be a tensor, not int", lambda c, q, k, v: c.attend(k, 5, 5)),
+    "k of two dims": (ValueError, r"\(30, 8\)", lambda c, q, k, v: c.attend(q, k[0, 0], v[0, 0])),
+    "boundaries in a list": (
+        TypeError,
+        "cu_seqlens must be a tensor of int32 or int64, not list",
+        lambda c, q, k, v: c.attend(make((5, 4, 8)), cu_seqlens=[0, 2, 5]),
+    ),
+    "boundaries of two dims": (
+        ValueError,
+        r"cu_seqlens must .*\(1, 3\)",
+        lambda c, q, k, v: c.attend(make((5, 4, 8)), cu_seqlens=torch.tensor([[0, 2, 5]])),
+    ),
+    "boundaries of no dim": (
+        ValueError,
+        r"cu_seqlens must .*\(\)",
+        lambda c, q, k, v: c.attend(make((5, 4, 8)), cu_seqlens=torch.tensor(5)),
+    ),
     "a room of a float": (TypeError, "1.5", lambda c, q, k, v: c.reserve(1.5)),
 }
 
@@ -381,6 +401,45 @@ def test_sizes_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         KINDS[kind](**options)
+
+
+def test_more_than_can_be_addressed_is_refused(kind: str) -> None:
+    for options in ({"batch": 2**70}, {"batch": 2**61}):
+        with pytest.raises(IndexError, match="more than can be addressed"):
+            KINDS[kind](**options)
+    if kind != "sliding":  # which needs no room
+        cache = KINDS[kind]()
+        append_numbers(cache, [[1.0], [2.0]])
+        before = state(cache)
+        for size in (2**70, 2**60):
+            with pytest.raises(IndexError, match="more than can be addressed"):
+                cache.reserve(size)
+        assert state(cache) == before
+    name = "num_blocks" if kind == "paged" else "capacity"
+    with pytest.raises(IndexError, match="more than can be addressed"):
+        KINDS[kind](**{name: 2**70})
+
+
+def test_without_data_there_are_sizes_and_no_tokens(kind: str) -> None:
+    cache = KINDS[kind](device="meta")
+    assert "lengths=unknown" in repr(cache) and cache.nbytes == KINDS[kind]().nbytes
+    q, k, v = (x.to("meta") for x in stacked(some([3, 3]), 0, 3))
+    calls: list[Callable[[], Any]] = [
+        lambda: cache.attend(q, k, v),
+        lambda: cache.attend(q),
+        lambda: cache.append(k, v),
+        lambda: cache.truncate(0),
+        lambda: cache.reset(),
+        lambda: cache.reorder([0, 0]),
+        lambda: cache.max_length,
+    ]
+    if kind != "sliding":
+        calls.append(lambda: cache.reserve(100))
+    if kind == "paged":
+        calls.append(lambda: cache.share(0, 1))
+    for call in calls:
+        with pytest.raises(ValueError, match=f"{type(cache).__name__}.* this cache is on the meta device"):
+            call()
 
 
 def test_values_may_be_narrower_than_keys_and_the_description_says_what_is_there(kind: str) -> None:
@@ -488,6 +547,40 @@ def test_a_prompt_is_shared_until_somebody_writes() -> None:
     assert_holds(cache, [[0.0, 1.0, 20.0], prompt + [11.0, 21.0], prompt + [12.0, 22.0]])
     cache.reset()
     assert cache.free_blocks == 10
+
+
+def test_numpys_integers_name_sequences() -> None:
+    cache = PagedKVCache(3, 2, 8, page_size=4)
+    append_numbers(cache, [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    cache.share(np.int64(0), np.int64(1), np.int64(1))
+    assert_holds(cache, [[1.0, 2.0], [1.0], [5.0, 6.0]])
+
+
+@pytest.mark.parametrize("length", [-3, 9])
+def test_lengths_that_a_caller_has_changed_are_named(length: int) -> None:
+    cache = PagedKVCache(2, 2, 8, page_size=4)
+    append_numbers(cache, [[1.0, 2.0], [3.0, 4.0]])
+    cache.lengths[1] = length
+    before = state(cache)
+    q, k, v = stacked(some([3, 3]), 0, 3)
+    for call in (
+        lambda: cache.attend(q, k, v),
+        lambda: cache.append(k, v),
+        lambda: cache.reserve(20),
+        lambda: cache.reorder([1, 0]),
+        lambda: cache.share(1, 0),
+    ):
+        with pytest.raises(ValueError, match=f"length of sequence 1 must be 0 to 4, .* set to {length}"):
+            call()
+    assert state(cache) == before
+
+
+def test_a_limit_is_known_without_a_list_of_blocks() -> None:
+    cache = PagedKVCache(1, 1, 4, max_blocks=4)
+    started = time.perf_counter()
+    with pytest.raises(IndexError, match="the call needs 62500000 more blocks of 16 tokens, and 4 are left"):
+        cache.reserve(10**9)
+    assert time.perf_counter() - started < 1
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,19 @@ def test_without_causal_every_query_sees_all_keys_of_its_sequence() -> None:
         check_rows(out[b], lse[b], seq, slice(None), causal=False)
 
 
+def test_the_reference_takes_bottom_right_for_true_as_the_operator_does() -> None:
+    cache = store("contiguous", 2, 12)
+    q, k, v = stacked(tokens([7, 7]), 0, 7)
+    kv_cache_append_(**cache, k=k, v=v, cache_lengths=0)
+    for attend in (attention_with_kv_cache, attn_ext.reference.attention_with_kv_cache):
+        expected = attend(q, **cache, cache_lengths=7, causal=True)
+        assert_same_bits(
+            attend(q, **cache, cache_lengths=7, causal="bottom_right"), expected, attend.__module__
+        )
+        with pytest.raises(ValueError, match="causal must be False, True or 'bottom_right', not 'top_left'"):
+            attend(q, **cache, cache_lengths=7, causal="top_left")
+
+
 def test_more_queries_than_tokens_and_empty_sequences_give_zeros() -> None:
     cache = store("contiguous", 2, 8)
     q, k, v = stacked(tokens([5, 5]), 0, 5)
