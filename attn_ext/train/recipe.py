@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 __all__ = ["Recipe"]
 
@@ -31,6 +32,7 @@ class Recipe:
         seed: of the weights, the order of the text and dropout.
 
     Raises:
+        TypeError: what is no number, or no integer where one belongs.
         ValueError: a number that no run can have. The message names it.
     """
 
@@ -54,6 +56,7 @@ class Recipe:
     minutes: float | None = 10.0
 
     def __post_init__(self) -> None:
+        self._expect_numbers()
         for name in ("d_model", "heads", "d_ff", "layers", "context", "batch", "parts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -81,6 +84,16 @@ class Recipe:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise ValueError(f"minutes must be above 0, got {self.minutes}")
+
+    def _expect_numbers(self) -> None:
+        """Recipes come out of files too, whose numbers may be of any type."""
+        sizes = ("d_model", "heads", "d_ff", "layers", "context", "batch", "parts", "seed", "steps")
+        for name, value in vars(self).items():
+            if value is None and name in ("steps", "minutes"):
+                continue
+            kind, expected = (Integral, "an integer") if name in sizes else (Real, "a number")
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise TypeError(f"{name} must be {expected}, got {value!r}")
 
     @property
     def tokens_per_step(self) -> int:
