@@ -119,6 +119,9 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path} is a damaged checkpoint: {checkpoint.step} steps, but losses {tuple(losses.shape)}."
             )
+        # Counted, not built: a damaged recipe may ask for more memory than there is.
+        if sum(tensor.numel() for tensor in checkpoint.weights.values()) != checkpoint.recipe.parameter_count:
+            raise CheckpointError(f"{path} is a damaged checkpoint: its weights do not fit its recipe.")
         if not 0 <= checkpoint.seconds < math.inf:
             raise CheckpointError(
                 f"{path} is a damaged checkpoint: seconds must be at least 0, got {checkpoint.seconds}."

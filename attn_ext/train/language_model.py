@@ -31,11 +31,10 @@ from ..models.generation import writing
 from .checkpoint import Checkpoint, CheckpointError
 from .corpus import Corpus, token_tensor
 from .processes import Processes
-from .recipe import Recipe
+from .recipe import VOCAB_SIZE, Recipe
 
 __all__ = ["Training", "TrainingDiverged", "TrainingStep", "memory_needed"]
 
-VOCAB_SIZE = 256  # bytes
 _WEIGHTS, _ORDER, _DROPOUT = range(3)  # what a random stream is for
 
 
@@ -102,11 +101,6 @@ class Training:
         Raises:
             CheckpointError: it belongs to another text, or its tensors do not fit its recipe.
         """
-        # Counted before anything is built: a damaged recipe may ask for more memory than there is.
-        if sum(tensor.numel() for tensor in checkpoint.weights.values()) != _parameter_count(
-            checkpoint.recipe
-        ):
-            raise CheckpointError("the checkpoint is damaged: its weights do not fit its recipe.")
         if checkpoint.fingerprint != corpus.fingerprint:
             raise CheckpointError(
                 f"the checkpoint is of a run on another text ({', '.join(checkpoint.sources)}), "
@@ -335,14 +329,7 @@ def memory_needed(recipe: Recipe) -> int:
     """
     tokens = recipe.batch // recipe.parts * recipe.context
     kept = recipe.layers * (8 * recipe.d_model + 3 * recipe.d_ff) + 2 * VOCAB_SIZE
-    return 4 * 4 * _parameter_count(recipe) + tokens * (8 + 4 * kept)
-
-
-def _parameter_count(recipe: Recipe) -> int:
-    """How many parameters `_new_model` makes: embedding (the output map shares it), blocks, norms."""
-    d = recipe.d_model
-    block = 4 * d * d + 3 * d * recipe.d_ff + 2 * d
-    return VOCAB_SIZE * d + recipe.layers * block + d
+    return 4 * 4 * recipe.parameter_count + tokens * (8 + 4 * kept)
 
 
 def _new_model(recipe: Recipe) -> CausalLM:

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-__all__ = ["Recipe"]
+__all__ = ["VOCAB_SIZE", "Recipe"]
+
+VOCAB_SIZE = 256  # bytes
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,13 @@ class Recipe:
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.context
+
+    @property
+    def parameter_count(self) -> int:
+        """Of the model, without building it: embedding (the output map shares it), blocks, norms."""
+        d = self.d_model
+        block = 4 * d * d + 3 * d * self.d_ff + 2 * d
+        return VOCAB_SIZE * d + self.layers * block + d
 
     def fraction_done(self, step: int, seconds: float) -> float:
         """The part of a run that is over after `step` steps and `seconds`; 1 or more at its end."""
