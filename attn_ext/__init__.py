@@ -8,7 +8,9 @@ In every mask of this package True means attend.
 
 from __future__ import annotations
 
-from attn_ext import _load  # first: it says in one sentence what keeps the compiled part from loading
+from attn_ext import _interrupt  # noqa: F401  # first: the command's Ctrl-C while torch is imported
+
+from attn_ext import _load  # isort: skip  # it says in one sentence what keeps the compiled part from loading
 
 from attn_ext import backend, masks, nn, reference  # isort: skip
 from attn_ext.cache_ops import attention_with_kv_cache, kv_cache_append_  # isort: skip

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["read_tensors", "write_whole"]
+__all__ = ["read_metadata", "read_tensors", "write_whole"]
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
@@ -24,7 +27,9 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder")
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    # Cut, so that this name is not too long for the system where the file's own is not: 50 characters of UTF-8 are
+    # 200 bytes at most, and 255 is what most systems take.
+    partial = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("xb") as file:
             file.write(content)
@@ -37,6 +42,12 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     _flush_folder(target.parent)
 
 
+def read_metadata(path: Path, kind: str, error: type[Exception]) -> dict[str, str]:
+    """Metadata alone of a safetensors file, however large; raises as `read_tensors` does."""
+    with _opened(path, kind, error) as file:
+        return file.metadata() or {}
+
+
 def read_tensors(path: Path, kind: str, error: type[Exception]) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Metadata and tensors of a safetensors file.
 
@@ -44,6 +55,12 @@ def read_tensors(path: Path, kind: str, error: type[Exception]) -> tuple[dict[st
         error: it is missing, a folder, truncated or no such file, or safetensors is not installed. The message is a
             sentence, and calls the file a `kind`.
     """
+    with _opened(path, kind, error) as file:
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+
+
+@contextmanager
+def _opened(path: Path, kind: str, error: type[Exception]) -> Iterator[Any]:
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as missing:
@@ -52,7 +69,7 @@ def read_tensors(path: Path, kind: str, error: type[Exception]) -> tuple[dict[st
         if path.is_dir():
             raise error(f"{path} is a folder, not the file of a {kind}.")
         with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+            yield file
     except FileNotFoundError:
         raise error(f"{path} does not exist: there is no {kind}.") from None
     except (SafetensorError, OSError) as found:

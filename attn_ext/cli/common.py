@@ -6,8 +6,10 @@ import functools
 import json
 import math
 import os
+import re
+import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -25,10 +27,12 @@ from rich.progress import (
 )
 
 from .. import backend
+from .._files import read_metadata
+from .._interrupt import EXIT_INTERRUPTED as EXIT_INTERRUPTED
 
 EXIT_CHECK_FAILED = 1
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130  # what shells give a program that Ctrl-C ended
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")  # of torch
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -48,7 +52,7 @@ class UserError(Exception):
 def says_errors_plainly(*expected: type[Exception]) -> Callable[[Command], Command]:
     """Decorate a command: UserError and the `expected` exceptions become one line on stderr, exit code 2.
 
-    Any other exception is a bug of ours and keeps its traceback.
+    So does it where there is not enough memory. Any other exception is a bug of ours and keeps its traceback.
     """
 
     def decorate(command: Command) -> Command:
@@ -59,10 +63,24 @@ def says_errors_plainly(*expected: type[Exception]) -> Callable[[Command], Comma
             except (UserError, *expected) as error:
                 print(f"attn-ext: {error}", file=sys.stderr)
                 raise typer.Exit(EXIT_BAD_INPUT) from None
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                print(f"attn-ext: {_what_was_too_large(error)}", file=sys.stderr)
+                raise typer.Exit(EXIT_BAD_INPUT) from None
 
         return wrapped  # type: ignore[return-value]
 
     return decorate
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
+
+
+def _what_was_too_large(error: Exception) -> str:
+    asked = re.search(r"allocate (\d+) bytes", str(error))
+    return f"there is not enough memory{f' for {int(asked[1]):,} bytes more' if asked else ''}: ask for smaller sizes."
 
 
 def set_up(threads: int | None) -> None:
@@ -80,12 +98,65 @@ def set_up(threads: int | None) -> None:
 
 def check_writable(option: str, path: Path) -> None:
     """Raise UserError where no file could be saved under this name, before any work is done."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    target = Path(os.path.realpath(path))  # a symbolic link stays one: the file that it names is written
+    try:
+        mode = target.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = None
+    except OSError as error:  # the name is too long, links go in a circle
+        raise UserError(f"{option} {path}: {error.strerror}.") from error
+    if mode is not None and stat.S_ISDIR(mode):
+        raise UserError(f"{option} {path}: is a directory.")
+    if mode is not None and not stat.S_ISREG(mode):
         raise UserError(
-            f"{option} {path}: {'is a directory' if path.is_dir() else 'its folder does not exist'}."
+            f"{option} {path}: expected the name of a file, and this is a device, pipe or socket."
         )
-    if not os.access(path.absolute().parent, os.W_OK):
+    if not target.parent.is_dir():
+        raise UserError(f"{option} {path}: its folder does not exist.")
+    if not os.access(target.parent, os.W_OK):
         raise UserError(f"{option} {path}: its folder may not be written.")
+
+
+def check_for_model(option: str, path: Path) -> None:
+    """Raise UserError where a model saved under this name would replace something else, or cannot be saved at all."""
+    try:
+        import safetensors  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"{option} {path}: saving needs {error.name}: pip install safetensors") from error
+    if not path.exists():
+        return
+    try:
+        is_model = read_metadata(path, "model", UserError).get("format", "").startswith("attn_ext model ")
+    except UserError:
+        is_model = False
+    if not is_model:
+        raise UserError(
+            f"{option} {path}: a file is there that is no saved model, and it is not replaced; expected a new name, "
+            "or that of a model."
+        )
+
+
+def check_apart(outputs: Sequence[tuple[str, Path]], inputs: Sequence[tuple[str, str | Path]] = ()) -> None:
+    """Raise UserError where an output, by whatever name or link, is the file of an input or of another output.
+
+    Both are options with their paths; the input "-" is standard input.
+    """
+    for number, (option, path) in enumerate(outputs):
+        for other_option, other in outputs[:number]:
+            if _is_same_file(path, other):
+                raise UserError(f"{other_option} and {option} are the same file, {other}.")
+        for other_option, other in inputs:
+            if _is_same_file(path, other):
+                raise UserError(f"{option} {path} is the same file as {other_option} {other}, which is read.")
+
+
+def _is_same_file(output: Path, other: str | Path) -> bool:
+    if os.path.realpath(output) == os.path.realpath(other):
+        return True
+    try:
+        return os.path.samefile(output, 0 if str(other) == "-" else other)  # 0: standard input
+    except OSError:  # one of them does not exist
+        return False
 
 
 def finish(report: dict[str, Any], show: Callable[[dict[str, Any], Console], None], json: bool) -> None:

@@ -22,6 +22,7 @@ from .common import (
     JsonOption,
     ThreadsOption,
     UserError,
+    check_for_model,
     check_writable,
     out,
     print_json,
@@ -139,3 +140,4 @@ def _make_folder(path: Path) -> None:
     except OSError as error:
         raise UserError(f"--save {path}: {error.strerror}.") from error
     check_writable("--save", path / train_command.DEFAULT_PATH)
+    check_for_model("--save", path / train_command.DEFAULT_PATH)

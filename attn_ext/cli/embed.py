@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,11 +36,15 @@ from .common import (
     JsonOption,
     ThreadsOption,
     UserError,
+    check_apart,
+    check_writable,
     finish,
     progress,
     says_errors_plainly,
     set_up,
 )
+
+_SAVED = ("vectors", "topics", "sections", "texts")  # the names in a file of --save
 
 
 @says_errors_plainly(WeightsError, TextError)
@@ -56,7 +61,9 @@ def embed(
         list[str] | None,
         typer.Option("--query", "-q", help="Print the nearest paragraphs; repeatable."),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many paragraphs to print for a query.")] = 5,
+    top: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="How many paragraphs to print for a query.")
+    ] = 5,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Read only the first so many paragraphs.", show_default="all")
     ] = None,
@@ -84,7 +91,8 @@ def embed(
     """
     queries = checked_queries(query or [])
     if save is not None:
-        _check_writable(save)
+        check_apart([("--save", save)], [("FILE", name) for name in files or ()])
+        _check_save(save)
     set_up(threads)
     if files:
         paragraphs = [paragraph for name in files for paragraph in _paragraphs_of(name)]
@@ -266,13 +274,23 @@ def _paragraphs_of(name: str) -> list[Paragraph]:
     return paragraphs
 
 
-def _check_writable(path: Path) -> None:
+def _check_save(path: Path) -> None:
     if path.suffix != ".npz":
         raise UserError(f"--save {path}: the name has to end in .npz.")
-    if path.is_dir() or not path.parent.is_dir():
+    check_writable("--save", path)
+    if path.exists() and not _holds_vectors(path):
         raise UserError(
-            f"--save {path}: {'is a directory' if path.is_dir() else 'its folder does not exist'}."
+            f"--save {path}: a file is there that holds no vectors of attn-ext embed, and it is not replaced; "
+            "expected a new name, or that of such a file."
         )
+
+
+def _holds_vectors(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as file:
+            return {f"{name}.npy" for name in _SAVED} == set(file.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 def _save(path: Path, vectors: torch.Tensor, paragraphs: Sequence[Paragraph]) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import backend
 from ..kv_cache import BaseCache
@@ -48,7 +48,10 @@ def generate(
     tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many bytes to write.", show_default="200, or as many as the model reads"
+            min=1,
+            max=100_000_000,
+            help="How many bytes to write.",
+            show_default="200, or as many as the model reads",
         ),
     ] = None,
     temperature: Annotated[
@@ -59,12 +62,15 @@ def generate(
             show_default="0.8, or 0 with --beams",
         ),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many bytes only.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, max=1_000_000, help="Draw from so many bytes only.")
+    ] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Draw from the likeliest bytes that together have this probability.")
     ] = None,
     beams: Annotated[
-        int, typer.Option(min=1, help="Above 1: search for the likeliest text, and show it at the end.")
+        int,
+        typer.Option(min=1, max=1000, help="Above 1: search for the likeliest text, and show it at the end."),
     ] = 1,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of what is drawn.", show_default="another one each time")
@@ -159,7 +165,11 @@ def run(
     written: list[int] = []
 
     started, finished = time.perf_counter(), True
-    with _times_of_passes(model) as passes, _stop_signal(streams=num_beams == 1) as should_stop:
+    with (
+        _numbers_expected(model),
+        _times_of_passes(model) as passes,
+        _stop_signal(streams=num_beams == 1) as should_stop,
+    ):
 
         def on_token(token: Tensor) -> None:
             written.append(int(token))
@@ -262,6 +272,23 @@ def _stop_signal(*, streams: bool) -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _numbers_expected(model: CausalLM) -> Iterator[None]:
+    """Raise UserError where the model's logits are NaN or infinite, so that no byte can be chosen."""
+
+    def check(module: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> None:
+        if not torch.isfinite(logits).all():
+            raise UserError(
+                "the model cannot write: its logits are NaN or infinite, and numbers are expected."
+            )
+
+    handle = model.output.register_forward_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

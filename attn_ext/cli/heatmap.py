@@ -16,7 +16,15 @@ from torch import nn
 from ..models import TextClassifier, WeightsError
 from ..models import load as load_model
 from ..teach.heatmap import collect_weights, draw, panels, save_figure
-from .common import JsonOption, UserError, finish, says_errors_plainly, set_up
+from .common import (
+    JsonOption,
+    UserError,
+    check_apart,
+    check_writable,
+    finish,
+    says_errors_plainly,
+    set_up,
+)
 from .train_classifier import DEFAULT_PATH
 
 DEFAULT_TOKENS = (12, 5, 3, 16, 9, 7, 1, 14)
@@ -56,6 +64,9 @@ def heatmap(
     """
     sentence = _token_ids(tokens)
     name = picture_name(save)
+    for picture in _pictures(name):
+        check_writable("--save", picture)
+        check_apart([("--save", picture)], [("MODEL", model)])
     if not can_draw():
         raise UserError(
             "heatmap needs matplotlib, which is not installed: pip install matplotlib "
@@ -107,8 +118,7 @@ def run(
             keys=keys,
         )
         try:
-            for suffix in (".png", ".svg"):
-                path = name.with_name(name.name + suffix).absolute()
+            for path in _pictures(name.absolute()):
                 save_figure(figure, path)
                 files.append(str(path))
         except OSError as error:
@@ -176,6 +186,10 @@ def picture_name(path: Path) -> Path:
     if not name.name or not name.absolute().parent.is_dir():
         raise UserError(f"--save {path}: its folder does not exist.")
     return name
+
+
+def _pictures(name: Path) -> list[Path]:
+    return [name.with_name(name.name + suffix) for suffix in (".png", ".svg")]
 
 
 def _token_ids(text: str) -> list[int]:

@@ -17,6 +17,7 @@ from ..teach import classifier
 from ..teach.classifier import BalancedRun, Score, UnbalancedRun
 from .common import (
     JsonOption,
+    check_for_model,
     check_writable,
     finish,
     progress,
@@ -49,6 +50,7 @@ def train_classifier(
     model is saved all the same).
     """
     check_writable("--save", save)
+    check_for_model("--save", save)
     set_up(None)
     with thread_count(threads):
         report = run(seed, save)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -34,6 +35,7 @@ from ..train import (
     TrainingStep,
     bits_per_byte,
     compressed_sizes,
+    memory_needed,
     read_corpus,
     training_processes,
 )
@@ -42,6 +44,8 @@ from .common import (
     JsonOption,
     ThreadsOption,
     UserError,
+    check_apart,
+    check_for_model,
     check_writable,
     out,
     print_json,
@@ -49,9 +53,11 @@ from .common import (
     says_errors_plainly,
     set_up,
 )
+from .memory import expect_room
 
 DEFAULT_OUT = Path("lm.safetensors")
 _DEFAULTS = Recipe()
+_LARGEST = 2**31 - 1  # of a size; what of it fits into memory is counted before the model is built
 _OPTION_OF = {"learning_rate": "--lr"}  # where it is not the name with dashes
 
 
@@ -76,20 +82,26 @@ def train_lm(
     ] = DEFAULT_OUT,
     minutes: Annotated[float | None, _number("Train as long as this.", "minutes")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Train for so many steps instead.", min=1, show_default="by --minutes")
+        int | None,
+        typer.Option(help="Train for so many steps instead.", min=1, max=10**12, show_default="by --minutes"),
     ] = None,
     seed: Annotated[
         int | None, _number("Of weights, order and dropout.", "seed", min=0, max=2**32 - 1)
     ] = None,
-    layers: Annotated[int | None, _number("Blocks.", "layers", min=1)] = None,
-    d_model: Annotated[int | None, _number("Width.", "d_model", min=1)] = None,
-    heads: Annotated[int | None, _number("Heads.", "heads", min=1)] = None,
-    d_ff: Annotated[int | None, _number("Width of the feed-forward nets.", "d_ff", min=1)] = None,
-    context: Annotated[int | None, _number("Bytes that the model sees.", "context", min=1)] = None,
+    layers: Annotated[int | None, _number("Blocks.", "layers", min=1, max=1000)] = None,
+    d_model: Annotated[int | None, _number("Width.", "d_model", min=1, max=_LARGEST)] = None,
+    heads: Annotated[int | None, _number("Heads.", "heads", min=1, max=_LARGEST)] = None,
+    d_ff: Annotated[
+        int | None, _number("Width of the feed-forward nets.", "d_ff", min=1, max=_LARGEST)
+    ] = None,
+    context: Annotated[
+        int | None, _number("Bytes that the model sees.", "context", min=1, max=_LARGEST)
+    ] = None,
     dropout: Annotated[float | None, _number("Probability of dropping.", "dropout")] = None,
-    batch: Annotated[int | None, _number("Windows of text in a step.", "batch", min=1)] = None,
+    batch: Annotated[int | None, _number("Windows of text in a step.", "batch", min=1, max=_LARGEST)] = None,
     parts: Annotated[
-        int | None, _number("Pieces of a batch, which torchrun's processes share out.", "parts", min=1)
+        int | None,
+        _number("Pieces of a batch, which torchrun's processes share out.", "parts", min=1, max=_LARGEST),
     ] = None,
     lr: Annotated[float | None, _number("Highest learning rate.", "learning_rate")] = None,
     checkpoint: Annotated[
@@ -114,16 +126,17 @@ def train_lm(
     gzip -9 and xz -9.
 
     Ctrl-C writes a checkpoint after the step at hand and ends with exit code 130; --resume goes on, with the
-    options and the curve of the run that was stopped. A checkpoint is also written every minute. It is removed once
-    the model is saved.
+    options and the curve of the run that was stopped. A checkpoint is also written every minute and at the end. It is
+    removed once the model is saved; where it cannot be, --resume saves it later, under the --out that is given then.
 
     Several processes share the work: torchrun --nproc-per-node 2 -m attn_ext.cli train-lm
     """
     check_writable("--out", save)
     kept = checkpoint or save.with_name(f"{save.name.removesuffix('.safetensors')}.checkpoint.safetensors")
     check_writable("--checkpoint", kept)
-    if os.path.realpath(kept) == os.path.realpath(save):
-        raise UserError(f"--out and --checkpoint are the same file, {save}.")
+    outputs = [("--out", save), ("--checkpoint", kept)]
+    check_apart(outputs, [("--text", path) for path in text or ()])
+    check_for_model("--out", save)
     _check_start(kept, resume, restart)
     asked = {
         "minutes": minutes, "steps": steps, "seed": seed, "layers": layers, "d_model": d_model, "heads": heads,
@@ -133,7 +146,7 @@ def train_lm(
     asked = {name: value for name, value in asked.items() if value is not None}
     set_up(threads)
     with training_processes() as processes:
-        training = _resumed(kept, text, asked, processes) if resume else _new(text, asked, processes)
+        training = _resumed(kept, text, asked, processes, outputs) if resume else _new(text, asked, processes)
         report = run(training, save, kept, checkpoint_every, quiet=json)
     if processes.leads:
         print_json(report) if json else show(report, out())
@@ -155,6 +168,7 @@ def run(
                 checkpoint_path=checkpoint,
                 checkpoint_every=checkpoint_every,
                 on_step=on_step,
+                on_unwritten=_Warning(),
                 should_stop=should_stop,
             )
     report = {
@@ -179,14 +193,35 @@ def run(
         "checkpoint": str(checkpoint.absolute()),
     }
     if finished and leads:
-        save_model(training.model, path)
-        checkpoint.unlink(missing_ok=True)
+        _save(training, path, checkpoint)
         report |= {"model": str(path.absolute()), "checkpoint": None}
         try:
             report["validation"] = _validation(training)
         except KeyboardInterrupt:
             pass  # the report says that it was not scored
     return report
+
+
+def _save(training: Training, path: Path, checkpoint: Path) -> None:
+    """Save a finished run's model. Only then is its checkpoint removed, which is brought up to date before."""
+    unwritten = None
+    try:
+        training.checkpoint().write(checkpoint)
+    except CheckpointError as error:
+        unwritten = error  # no harm is done where the model can be saved
+    try:
+        save_model(training.model, path)
+    except (WeightsError, MemoryError) as error:
+        what = str(error) or f"{path} cannot be written: there is not enough memory."
+        if unwritten is not None:
+            raise UserError(f"{what} Nor could the finished run be kept: {unwritten}") from error
+        raise UserError(
+            f"{what} The finished run is kept: --resume --checkpoint {checkpoint}, with another --out, saves it."
+        ) from error
+    try:
+        checkpoint.unlink(missing_ok=True)
+    except OSError as error:
+        _warn(f"{checkpoint}, which is no longer needed, cannot be removed: {error.strerror}.")
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -238,10 +273,17 @@ def _new(text: list[str] | None, asked: dict[str, Any], processes: Processes) ->
         recipe = Recipe(**asked)
     except ValueError as error:
         raise UserError(f"{error}.") from error
+    _expect_room(recipe)
     return _begun(lambda corpus: Training(recipe, corpus, processes), read_corpus(text or ()))
 
 
-def _resumed(path: Path, text: list[str] | None, asked: dict[str, Any], processes: Processes) -> Training:
+def _resumed(
+    path: Path,
+    text: list[str] | None,
+    asked: dict[str, Any],
+    processes: Processes,
+    outputs: list[tuple[str, Path]],
+) -> Training:
     """The run in `path`; raises UserError where an option was given that the run does not have."""
     checkpoint = Checkpoint.read(path)
     for name, value in asked.items():
@@ -251,12 +293,51 @@ def _resumed(path: Path, text: list[str] | None, asked: dict[str, Any], processe
             raise UserError(f"{path} is of a run with {name} = {has}, but {option} {value} was given.")
     if text is None and checkpoint.sources != (DOCUMENTATION,):
         text = list(checkpoint.sources)
+        check_apart(outputs, [("the run's text", source) for source in text])
+        corpus = _corpus_again(path, text)
+    else:
+        corpus = read_corpus(text or ())
     try:
-        return _begun(
-            lambda corpus: Training.from_checkpoint(checkpoint, corpus, processes), read_corpus(text or ())
-        )
+        _expect_room(checkpoint.recipe)
+        return _begun(lambda corpus: Training.from_checkpoint(checkpoint, corpus, processes), corpus)
     except CheckpointError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def _corpus_again(path: Path, sources: list[str]) -> Corpus:
+    """The text of the run in `path`; raises UserError where it came from standard input and is not there again."""
+    again = UserError(
+        f"{path} is of a run whose text came from standard input: it has to be piped in again, the same text."
+    )
+    if "-" in sources and sys.stdin is not None and sys.stdin.isatty():
+        raise again  # reading would wait for somebody to type it
+    try:
+        return read_corpus(sources)
+    except TextError as error:
+        if str(error).startswith("standard input"):
+            raise again from error
+        raise
+
+
+def _expect_room(recipe: Recipe) -> None:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes that torchrun started on this machine
+    expect_room("A run of these sizes", here * memory_needed(recipe))
+
+
+class _Warning:
+    """Says on standard error that checkpoints cannot be written: once for each reason, not every time."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, error: CheckpointError) -> None:
+        if str(error) not in self._said:
+            self._said.add(str(error))
+            _warn(f"{error} The training goes on without a checkpoint.")
+
+
+def _warn(message: str) -> None:
+    print(f"attn-ext: warning: {message}", file=sys.stderr)
 
 
 def _begun(make: Callable[[Corpus], Training], corpus: Corpus) -> Training:
@@ -271,7 +352,18 @@ def _begun(make: Callable[[Corpus], Training], corpus: Corpus) -> Training:
 def _check_start(checkpoint: Path, resume: bool, restart: bool) -> None:
     if resume and restart:
         raise UserError("--resume and --restart exclude each other.")
-    if checkpoint.exists() and not resume and not restart:
+    if not checkpoint.exists():
+        return
+    try:
+        Checkpoint.expect_at(checkpoint)
+    except CheckpointError as error:
+        if resume:
+            raise
+        raise UserError(
+            f"--checkpoint {checkpoint}: a file is there that is no checkpoint, and it is not replaced ({error}); "
+            "expected a new name."
+        ) from error
+    if not resume and not restart:
         raise UserError(
             f"{checkpoint} is of an unfinished run: add --resume to go on with it, or --restart to begin anew."
         )
@@ -295,6 +387,11 @@ def _validation(training: Training) -> dict[str, Any]:
     stride = max(1, training.model.max_len // 4)
     with progress("scoring", len(text)) as advance:
         bits = bits_per_byte(training.model, text, corpus.training, stride=stride, on_bytes=advance)
+    if not math.isfinite(bits):
+        raise UserError(
+            f"The model is saved, but the held-out text costs {bits} bits per byte: a lower learning rate than "
+            f"{training.recipe.learning_rate:g} may help."
+        )
     sizes = {"this model": bits * len(text) / 8, **compressed_sizes(text)}
     characters = len(text.decode("utf-8"))
     return {

@@ -16,6 +16,7 @@ from ..models import save as save_model
 from ..teach import reverse
 from .common import (
     JsonOption,
+    check_for_model,
     check_writable,
     finish,
     progress,
@@ -48,6 +49,7 @@ def train_reverse(
     Exit code 1: less than 99 % of them come out without a fault (the model is saved all the same).
     """
     check_writable("--out", save)
+    check_for_model("--out", save)
     set_up(None)
     with thread_count(threads):
         report = run(seed, save)

@@ -61,6 +61,8 @@ def read_text(path: str | Path) -> str:
     Raises TextError where it is missing, a directory, unreadable, empty, binary or not UTF-8.
     """
     name = "standard input" if str(path) == "-" else str(path)
+    if str(path) == "-" and sys.stdin is None:
+        raise TextError("standard input is closed.")
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except FileNotFoundError as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from .checkpoint import Checkpoint, CheckpointError
 from .corpus import DOCUMENTATION, Corpus, python_documentation, read_corpus, split_text
-from .language_model import Training, TrainingDiverged, TrainingStep
+from .language_model import Training, TrainingDiverged, TrainingStep, memory_needed
 from .processes import Processes, training_processes
 from .recipe import Recipe
 from .scoring import bits_per_byte, compressed_sizes
@@ -33,6 +33,7 @@ __all__ = [
     "TrainingStep",
     "bits_per_byte",
     "compressed_sizes",
+    "memory_needed",
     "python_documentation",
     "read_corpus",
     "split_text",

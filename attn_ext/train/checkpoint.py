@@ -1,26 +1,29 @@
 """A training run in one file, from which it goes on as if it had never stopped.
 
 The file is safetensors, which holds numbers only: reading one runs no code. Its metadata holds the recipe and how
-far the run is as JSON; its tensors are the weights, AdamW's two averages of each, and the losses so far. Neither a
-random state nor a position in the text is needed: both follow from the seed and the step (see `language_model`).
+far the run is as JSON, and a checksum of each tensor; its tensors are the weights, AdamW's two averages of each, and
+the losses so far. Neither a random state nor a position in the text is needed: both follow from the seed and the
+step (see `language_model`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .._files import read_tensors, write_whole
+from .._files import read_metadata, read_tensors, write_whole
 from .recipe import Recipe
 
 __all__ = ["Checkpoint", "CheckpointError"]
 
-_FORMAT = "attn_ext training 1"
+_FORMAT = "attn_ext training 2"
 
 
 class CheckpointError(RuntimeError):
@@ -74,6 +77,7 @@ class Checkpoint:
             "fingerprint": self.fingerprint,
             "step": str(self.step),
             "seconds": repr(self.seconds),
+            "checksums": json.dumps({name: _checksum(tensor) for name, tensor in tensors.items()}),
         }
         try:
             write_whole(path, to_bytes(tensors, metadata))
@@ -92,6 +96,10 @@ class Checkpoint:
             raise CheckpointError(f"{path} is no checkpoint of a training run: {_what_it_is(metadata)}.")
         try:
             kinds: dict[str, dict[str, Tensor]] = {"weights": {}, "mean": {}, "square": {}}
+            checksums = json.loads(metadata["checksums"])
+            for name, tensor in tensors.items():
+                if checksums[name] != _checksum(tensor):
+                    raise ValueError(f"the checksum of {name} does not fit its numbers")
             losses = tensors.pop("losses")
             for name, tensor in tensors.items():
                 kind, _, parameter = name.partition("/")
@@ -111,7 +119,30 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path} is a damaged checkpoint: {checkpoint.step} steps, but losses {tuple(losses.shape)}."
             )
+        # Counted, not built: a damaged recipe may ask for more memory than there is.
+        if sum(tensor.numel() for tensor in checkpoint.weights.values()) != checkpoint.recipe.parameter_count:
+            raise CheckpointError(f"{path} is a damaged checkpoint: its weights do not fit its recipe.")
+        if not 0 <= checkpoint.seconds < math.inf:
+            raise CheckpointError(
+                f"{path} is a damaged checkpoint: seconds must be at least 0, got {checkpoint.seconds}."
+            )
+        if not all(isinstance(source, str) for source in checkpoint.sources):
+            raise CheckpointError(f"{path} is a damaged checkpoint: its sources are no names of files.")
         return checkpoint
+
+    @staticmethod
+    def expect_at(path: str | os.PathLike[str]) -> None:
+        """Raise CheckpointError where `path` is no file that `write` wrote, of this version or another.
+
+        The file may still be damaged: only its metadata is read.
+        """
+        metadata = read_metadata(Path(path), "checkpoint", CheckpointError)
+        if not metadata.get("format", "").startswith(_FORMAT.rstrip("0123456789")):
+            raise CheckpointError(f"{path} is no checkpoint of a training run: {_what_it_is(metadata)}.")
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
 def _what_it_is(metadata: dict[str, str]) -> str:

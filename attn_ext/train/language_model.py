@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,19 +27,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..embed.text import TextError
 from ..models import CausalLM
+from ..models.generation import writing
 from .checkpoint import Checkpoint, CheckpointError
 from .corpus import Corpus, token_tensor
 from .processes import Processes
-from .recipe import Recipe
+from .recipe import VOCAB_SIZE, Recipe
 
-__all__ = ["Training", "TrainingDiverged", "TrainingStep"]
+__all__ = ["Training", "TrainingDiverged", "TrainingStep", "memory_needed"]
 
-VOCAB_SIZE = 256  # bytes
 _WEIGHTS, _ORDER, _DROPOUT = range(3)  # what a random stream is for
 
 
 class TrainingDiverged(RuntimeError):
-    """The loss is no number any more. The message is one sentence."""
+    """The loss, its gradients or the weights are no numbers any more. The message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,9 @@ class Training:
         checkpoint_path: str | os.PathLike[str] | None = None,
         checkpoint_every: float = 60.0,
         on_step: Callable[[TrainingStep], None] = lambda step: None,
+        on_unwritten: Callable[[CheckpointError], None] = lambda error: warnings.warn(
+            str(error), stacklevel=3
+        ),
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Train until the recipe's end, or until `should_stop()`, which is asked once in each step.
@@ -134,14 +138,17 @@ class Training:
             checkpoint_path: a file that the leading process writes every `checkpoint_every` seconds, and when it
                 is told to stop.
             on_step: called after each step.
+            on_unwritten: told why a checkpoint could not be written on the way. The run goes on, and the next one is
+                tried in its time.
             should_stop: where it is true in any process, all of them stop after this step.
 
         Returns:
             Whether the run is finished. The model is then in eval mode.
 
         Raises:
-            TrainingDiverged: the loss became infinite or NaN. The weights are those before that step.
-            CheckpointError: a checkpoint cannot be written.
+            TrainingDiverged: the loss or its gradients became infinite or NaN: the weights are those before that
+                step. Or the weights did, in the last step or before a checkpoint, which is not written then.
+            CheckpointError: the checkpoint cannot be written when the run was told to stop.
         """
         self._trained.train()
         started = time.perf_counter() - self.seconds
@@ -152,10 +159,19 @@ class Training:
                 step, stop_asked = self._one_step(started, should_stop)
                 stopped = stop_asked and not self.finished
                 on_step(step)
-                due = stopped or (self.seconds - written >= checkpoint_every and not self.finished)
-                if checkpoint_path is not None and due and self.processes.leads:
-                    self.checkpoint().write(checkpoint_path)
-                    written = self.seconds
+                due = checkpoint_path is not None and (stopped or self.seconds - written >= checkpoint_every)
+                if self.finished or due:
+                    self._expect_numbers()
+                if checkpoint_path is None or not due or self.finished:
+                    continue
+                written = self.seconds
+                try:
+                    if self.processes.leads:
+                        self.checkpoint().write(checkpoint_path)
+                except CheckpointError as error:
+                    if stopped:
+                        raise
+                    on_unwritten(error)
         if self.finished:
             self.model.eval()
         return self.finished
@@ -196,16 +212,34 @@ class Training:
         # One message a step: the mean loss, a clock that all share, and whether any was told to stop.
         loss, seconds, stop = processes.mean([loss, seconds, float(should_stop())])
         if not math.isfinite(loss):
-            raise TrainingDiverged(
-                f"The loss became {loss} in step {self.step + 1}: a lower learning rate than "
-                f"{recipe.learning_rate:g} may help."
-            )
-        nn.utils.clip_grad_norm_(self._parameters.values(), recipe.clip)
+            raise self._diverged("loss", loss, self.step + 1)
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), recipe.clip).item()
+        if not math.isfinite(norm):
+            raise self._diverged("gradients' norm", norm, self.step + 1)
         self._optimizer.step()
         self.step += 1
         self.seconds = seconds
         self.losses.append(loss)
         return TrainingStep(self.step, loss, rate, seconds, self.fraction, recipe.tokens_per_step), stop > 0
+
+    def _expect_numbers(self) -> None:
+        """Raise TrainingDiverged where the last step has spoiled the weights, which only the next one's loss would
+        show: the weights themselves, and what they make of a window."""
+        for name, parameter in self._parameters.items():
+            if not torch.isfinite(parameter).all():
+                raise self._diverged("weights", f"no numbers ({name})", self.step)
+        window = self._windows[self.step * self.recipe.batch][None]
+        with writing(self.model):
+            logits = self.model(window[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten()).item()
+        if not math.isfinite(loss):
+            raise self._diverged("loss", loss, self.step)
+
+    def _diverged(self, what: str, value: object, step: int) -> TrainingDiverged:
+        return TrainingDiverged(
+            f"The {what} became {value} in step {step}: a lower learning rate than "
+            f"{self.recipe.learning_rate:g} may help."
+        )
 
     def _gradients_of(self, part: int, share: int, *, last: bool) -> float:
         """Add the gradients of one part of the batch; processes exchange them after the last one."""
@@ -285,6 +319,17 @@ class _Windows:
 def _stream(*key: int) -> int:
     """A seed for the random stream that `key` names; neighbouring keys give unrelated streams."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
+
+def memory_needed(recipe: Recipe) -> int:
+    """Bytes that a run takes at the least: weights, gradients, AdamW's two averages, and one part of a batch.
+
+    Of a part these count: its tokens, the logits with their gradient, and in each block the inputs of its linear
+    maps, which the backward pass reads again.
+    """
+    tokens = recipe.batch // recipe.parts * recipe.context
+    kept = recipe.layers * (8 * recipe.d_model + 3 * recipe.d_ff) + 2 * VOCAB_SIZE
+    return 4 * 4 * recipe.parameter_count + tokens * (8 + 4 * kept)
 
 
 def _new_model(recipe: Recipe) -> CausalLM:

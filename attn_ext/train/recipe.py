@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
-__all__ = ["Recipe"]
+__all__ = ["VOCAB_SIZE", "Recipe"]
+
+VOCAB_SIZE = 256  # bytes
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Recipe:
         seed: of the weights, the order of the text and dropout.
 
     Raises:
+        TypeError: what is no number, or no integer where one belongs.
         ValueError: a number that no run can have. The message names it.
     """
 
@@ -54,6 +58,7 @@ class Recipe:
     minutes: float | None = 10.0
 
     def __post_init__(self) -> None:
+        self._expect_numbers()
         for name in ("d_model", "heads", "d_ff", "layers", "context", "batch", "parts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -82,9 +87,26 @@ class Recipe:
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise ValueError(f"minutes must be above 0, got {self.minutes}")
 
+    def _expect_numbers(self) -> None:
+        """Recipes come out of files too, whose numbers may be of any type."""
+        sizes = ("d_model", "heads", "d_ff", "layers", "context", "batch", "parts", "seed", "steps")
+        for name, value in vars(self).items():
+            if value is None and name in ("steps", "minutes"):
+                continue
+            kind, expected = (Integral, "an integer") if name in sizes else (Real, "a number")
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise TypeError(f"{name} must be {expected}, got {value!r}")
+
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.context
+
+    @property
+    def parameter_count(self) -> int:
+        """Of the model, without building it: embedding (the output map shares it), blocks, norms."""
+        d = self.d_model
+        block = 4 * d * d + 3 * d * self.d_ff + 2 * d
+        return VOCAB_SIZE * d + self.layers * block + d
 
     def fraction_done(self, step: int, seconds: float) -> float:
         """The part of a run that is over after `step` steps and `seconds`; 1 or more at its end."""

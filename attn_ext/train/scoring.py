@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ..models import CausalLM
+from ..models.generation import writing
 from .corpus import token_tensor
 
 __all__ = ["bits_per_byte", "compressed_sizes"]
@@ -33,7 +34,7 @@ def bits_per_byte(
 
     Args:
         model: on bytes (a vocabulary of 256); in eval mode meanwhile.
-        text: what is scored, at least one byte (two where nothing stands before).
+        text: what is scored, at least one byte.
         before: what stands before `text`. Its last bytes are seen, not scored. Without it the first byte of
             `text` cannot be predicted and counts as 8 bits.
         stride: 1 … max_len; a quarter of max_len where not given. Smaller is slower, and gives more context.
@@ -57,21 +58,14 @@ def bits_per_byte(
     ends = [min(start + stride, len(tokens)) for start in range(first, len(tokens), stride)]
     starts = [max(0, end - context - 1) for end in ends]
     scored = [end - start for start, end in zip(range(first, len(tokens), stride), ends, strict=True)]
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for group in _groups_of_one_length(starts, ends):
-                windows = torch.stack([tokens[starts[i] : ends[i]] for i in group])  # (n, up to context + 1)
-                logits = model(windows[:, :-1])
-                for row, i in enumerate(group):
-                    nats = F.cross_entropy(
-                        logits[row, -scored[i] :], windows[row, -scored[i] :], reduction="sum"
-                    )
-                    bits += nats.item() / math.log(2)
-                on_bytes(sum(scored[i] for i in group))
-    finally:
-        model.train(was_training)
+    with writing(model):
+        for group in _groups_of_one_length(starts, ends):
+            windows = torch.stack([tokens[starts[i] : ends[i]] for i in group])  # (n, up to context + 1)
+            logits = model(windows[:, :-1])
+            for row, i in enumerate(group):
+                nats = F.cross_entropy(logits[row, -scored[i] :], windows[row, -scored[i] :], reduction="sum")
+                bits += nats.item() / math.log(2)
+            on_bytes(sum(scored[i] for i in group))
     return bits / len(text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -190,3 +191,70 @@ def test_a_demo_that_cannot_save_is_refused_before_the_work(tmp_path: Path) -> N
     )
     (tmp_path / "file").touch()
     assert_refused(run("demo", "--save", str(tmp_path / "file")), "--save", str(tmp_path / "file"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"], ["--version"]])
+@pytest.mark.parametrize("python", [[], ["-u"]])
+def test_an_output_that_cannot_be_written_is_one_sentence(arguments: list[str], python: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        result = subprocess.run(
+            [sys.executable, *python, "-m", "attn_ext.cli", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=300,
+        )
+    assert result.returncode == 2
+    assert result.stderr.startswith(b"attn-ext: standard output cannot be written: "), result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+def test_a_closed_output_is_one_sentence() -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m attn_ext.cli info >&-"
+    result = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=300)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith(b"attn-ext: standard output is closed")
+
+
+# The module at whose import Ctrl-C comes: one that torch imports, and one that the command does.
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+@pytest.mark.parametrize("module", ["torch", "attn_ext.cli.app", "attn_ext.cli.speed"])
+def test_ctrl_c_while_it_imports_is_quiet(module: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, "-m", "attn_ext.cli", "info"],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": paths},
+        timeout=300,
+    )
+    assert result.returncode == 130 and result.stdout == result.stderr == b"", result.stderr.decode()
+
+
+def test_ctrl_c_while_another_program_imports_the_package_is_its_own() -> None:
+    script = (
+        "import sys; sys.argv[0] = 'mine'; import attn_ext, signal; "
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == 0
+
+
+def test_what_embed_and_heatmap_would_overwrite_is_refused(tmp_path: Path) -> None:
+    text, link = tmp_path / "text.npz", tmp_path / "link.npz"
+    text.write_text("A paragraph that is mine.")
+    link.symlink_to(text)
+    assert_refused(
+        run("embed", str(text), "--save", str(link)), f"--save {link} is the same file as FILE {text}"
+    )
+    assert_refused(run("embed", "--save", str(text)), "no vectors", str(text))
+    assert_refused(
+        run("heatmap", str(tmp_path / "m.png"), "--save", str(tmp_path / "m")), "m.png is the same file"
+    )
+    assert text.read_text() == "A paragraph that is mine."

@@ -267,3 +267,16 @@ def test_the_program_streams_and_stops_at_ctrl_c(path: Path) -> None:
     assert beginning.startswith(b"abcd") and process.returncode == 130
     assert (beginning + rest).decode("utf-8").endswith("\n")
     assert b"Traceback" not in stderr and b"stopped before the end" in stderr and b"tokens/s" in stderr
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", [[], ["--temperature", "0"], ["--beams", "2"]])
+def test_a_model_whose_logits_are_no_numbers_is_one_sentence(
+    value: float, options: list[str], tmp_path: Path
+) -> None:
+    lm = new_model()
+    with torch.no_grad():
+        lm.output.weight.fill_(value)
+    save(lm, tmp_path / "lm")
+    result = call("--prompt", "x", "--model", tmp_path / "lm", "--json", *options)
+    assert_refused(result, "its logits are NaN or infinite")

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from typer.testing import CliRunner, Result
 
 from attn_ext.cli import train_reverse as reverse_command
 from attn_ext.cli.app import app
-from attn_ext.models import CausalLM, Seq2SeqTransformer, load, save
+from attn_ext.models import CausalLM, Seq2SeqTransformer, WeightsError, load, save
 from attn_ext.teach import reverse
-from attn_ext.train import Checkpoint, Recipe, Training, bits_per_byte, read_corpus
+from attn_ext.train import Checkpoint, CheckpointError, Recipe, Training, bits_per_byte, read_corpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -179,7 +180,7 @@ def test_resume_has_the_options_and_the_curve_of_the_run(text: Path, tmp_path: P
 
 def test_restart_begins_anew(text: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    kept.write_text("whatever")
+    Training(Recipe(**SIZES, steps=9, minutes=None), read_corpus([text])).checkpoint().write(kept)
     arguments = (
         "train-lm",
         "--text",
@@ -257,6 +258,21 @@ def test_two_processes_have_the_curve_of_one(text: Path, tmp_path: Path) -> None
         (["--resume"], ["lm.checkpoint.safetensors", "does not exist"]),
         (["--resume", "--checkpoint", "cut"], ["cut", "truncated"]),
         (["--resume", "--checkpoint", "model"], ["model", "it holds a model"]),
+        (["--out", "dangling"], ["--out dangling", "its folder does not exist"]),
+        (["--out", "pipe"], ["--out pipe", "is a device, pipe or socket"]),
+        (["--out", "x" * 300], ["--out xxx", "too long"]),
+        (["--out", "x" * 250], ["--checkpoint xxx", "too long"]),
+        (["--out", "short.txt"], ["--out short.txt", "no saved model"]),
+        (["--out", "m", "--checkpoint", "short.txt"], ["short.txt", "no checkpoint"]),
+        (["--out", "m", "--checkpoint", "short.txt", "--restart"], ["short.txt", "no checkpoint"]),
+        (["--out", "m", "--checkpoint", "model", "--restart"], ["model", "no checkpoint"]),
+        (["--text", "model", "--out", "model"], ["--out model is the same file as --text model"]),
+        (["--text", "model", "--out", "link"], ["--out link is the same file as --text model"]),
+        (["--text", "model", "--out", "hard"], ["--out hard is the same file as --text model"]),
+        (["--text", "short.txt", "--out", "short.txt"], ["--out short.txt is the same file as --text"]),
+        (["--text", "model", "--checkpoint", "link"], ["--checkpoint link is the same file as --text model"]),
+        (["--d-model", "1000000", "--heads", "1"], ["bytes of memory", "available"]),
+        (["--batch", "1000000000", "--parts", "1"], ["bytes of memory", "available"]),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -269,14 +285,114 @@ def test_bad_input_is_one_sentence(
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9" * 99)
     (tmp_path / "cut").write_bytes(b"\x99" * 100)
     save(CausalLM(8, 8, 2, 8, 1), tmp_path / "model")
+    (tmp_path / "dangling").symlink_to(tmp_path / "absent" / "model")
+    (tmp_path / "link").symlink_to("model")
+    (tmp_path / "hard").hardlink_to(tmp_path / "model")
+    os.mkfifo(tmp_path / "pipe")  # no real device: a fault, run as root, would replace it for everybody
     before = sorted(tmp_path.iterdir())
     assert_refused(call("train-lm", *arguments), *words)
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train-lm", "--d-ff", "99999999999999999999999"],
+        ["train-lm", "--layers", "100000000"],
+        ["generate", "-p", "x", "--beams", "1000000000"],
+        ["generate", "-p", "x", "--beams", "2", "--window", "8", "--tokens", "99999999999999"],
+    ],
+)
+def test_a_size_beyond_all_measure_is_a_bad_option(arguments: list[str]) -> None:
+    option = arguments[-2]
+    result = call(*arguments)
+    assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error"),
+    ],
+)
+def test_too_little_memory_is_one_sentence(
+    error: Exception, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Training, "run", fails)
+    arguments = ("--text", text, "--out", tmp_path / "m", "--steps", "2", *TINY, "--json")
+    words = ("for 4,096 bytes more",) if error.args else ()
+    assert_refused(call("train-lm", *arguments), "there is not enough memory", *words)
+
+
+def test_a_model_that_the_last_step_spoiled_is_not_saved(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "m"
+    arguments = ("--text", text, "--out", out, "--steps", "2", "--lr", "1e30", *TINY, "--json")
+    assert_refused(call("train-lm", *arguments), "in step 2: a lower learning rate than 1e+30")
+    assert not out.exists()
+
+
+def test_a_finished_run_whose_model_cannot_be_saved_is_kept_for_another_out(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise WeightsError("m cannot be written: No space left on device.")
+
+    kept, out = tmp_path / "m.checkpoint.safetensors", tmp_path / "other"
+    with monkeypatch.context() as patch:
+        patch.setattr("attn_ext.cli.train_lm.save_model", full)
+        arguments = ("--text", text, "--out", tmp_path / "m", "--steps", "3", *TINY, "--json")
+        assert_refused(
+            call("train-lm", *arguments), "No space left", f"--resume --checkpoint {kept}", "--out"
+        )
+    assert Checkpoint.read(kept).step == 3
+    report = called_json("train-lm", "--resume", "--checkpoint", kept, "--out", out)
+    assert report["first_step"] == report["steps"] == 3 and isinstance(load(out), CausalLM)
+    assert not kept.exists()
+
+
+def test_a_disk_that_is_full_for_checkpoints_is_one_warning(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Checkpoint, path: Path) -> None:
+        raise CheckpointError(f"{path} cannot be written: No space left on device.")
+
+    monkeypatch.setattr(Checkpoint, "write", full)
+    out = tmp_path / "m"
+    result = call(
+        "train-lm", "--text", text, "--out", out, "--steps", "4", "--checkpoint-every", "0", *TINY, "--json"
+    )
+    assert result.exit_code == 0 and isinstance(load(out), CausalLM)
+    assert len(result.stderr.splitlines()) == 1 and "warning" in result.stderr and "No space" in result.stderr
+
+
+def test_a_text_from_standard_input_has_to_be_piped_again(text: Path, tmp_path: Path) -> None:
+    out, kept = tmp_path / "m", tmp_path / "m.checkpoint.safetensors"
+    run = Training(Recipe(**SIZES, steps=3, minutes=None), replace(read_corpus([text]), sources=("-",)))
+    run.run(checkpoint_path=kept, should_stop=lambda: True)
+    words = (str(kept), "came from standard input", "piped in again")
+    assert_refused(call("train-lm", "--resume", "--out", out), *words)
+    again = CliRunner().invoke(app, ["train-lm", "--resume", "--out", str(out)], input=text.read_bytes())
+    assert again.exit_code == 0 and isinstance(load(out), CausalLM)
+
+
+def test_a_resumed_run_does_not_overwrite_its_text(text: Path, tmp_path: Path) -> None:
+    kept, model = tmp_path / "kept", tmp_path / "model.txt"
+    save(CausalLM(8, 8, 2, 8, 1), model)
+    run = Training(
+        Recipe(**SIZES, steps=3, minutes=None), replace(read_corpus([text]), sources=(str(model),))
+    )
+    run.run(checkpoint_path=kept, should_stop=lambda: True)
+    result = call("train-lm", "--resume", "--checkpoint", kept, "--out", model)
+    assert_refused(result, f"--out {model} is the same file as the run's text {model}")
+
+
 def test_a_run_that_diverges_is_one_sentence(text: Path, tmp_path: Path) -> None:
     arguments = ("--text", text, "--out", tmp_path / "m", "--steps", "99", "--lr", "1e30", *TINY, "--json")
-    assert_refused(call("train-lm", *arguments), "The loss became", "a lower learning rate than 1e+30")
+    assert_refused(call("train-lm", *arguments), "became nan in step", "a lower learning rate than 1e+30")
     assert not (tmp_path / "m").exists()
 
 
@@ -336,3 +452,7 @@ def test_a_model_that_reverses_every_word_is_ok(tmp_path: Path, monkeypatch: pyt
 def test_reversing_is_not_begun_for_a_file_that_cannot_be_saved(tmp_path: Path) -> None:
     assert_refused(call("train-reverse", "--out", tmp_path / "no" / "r"), "its folder does not exist")
     assert_refused(call("train-reverse", "--out", tmp_path), "is a directory")
+    (tmp_path / "notes").write_text("mine")
+    assert_refused(call("train-reverse", "--out", tmp_path / "notes"), "no saved model")
+    assert_refused(call("train-classifier", "--save", tmp_path / "notes"), "no saved model")
+    assert (tmp_path / "notes").read_text() == "mine"

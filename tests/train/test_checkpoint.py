@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -113,6 +114,9 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     refused("its metadata names no run", tmp_path / "other")
 
 
+WRONG_RECIPES = ({"d_model": 32.0}, {"seed": 0.5}, {"d_ff": 10**9}, {"layers": 10**9})
+
+
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     from safetensors import safe_open
 
@@ -121,11 +125,16 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     with safe_open(whole, framework="pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
 
+    recipe = json.loads(metadata["recipe"])
     for changes in (
         {"recipe": "{}}"},
         {"recipe": '{"layers": 0}'},
         {"recipe": '{"width": 1}'},
         {"step": "x"},
+        {"seconds": "inf"},
+        {"seconds": "nan"},
+        {"sources": "[1]"},
+        *({"recipe": json.dumps({**recipe, **wrong})} for wrong in WRONG_RECIPES),
     ):
         save_file(tensors, path, {**metadata, **changes})
         with pytest.raises(CheckpointError, match="is a damaged checkpoint"):
@@ -137,6 +146,15 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     save_file(without, path, metadata)
     with pytest.raises(CheckpointError, match="its square do not fit its recipe"):
         Training.from_checkpoint(Checkpoint.read(path), corpus())
+
+
+def test_a_flipped_bit_in_a_tensor_is_noticed(tmp_path: Path) -> None:
+    trained().checkpoint().write(tmp_path / "c")
+    content = bytearray((tmp_path / "c").read_bytes())
+    content[-5] ^= 1
+    (tmp_path / "c").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is a damaged checkpoint .the checksum of .* does not fit"):
+        Checkpoint.read(tmp_path / "c")
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

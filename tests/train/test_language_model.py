@@ -24,6 +24,7 @@ from attn_ext.train import (
     TrainingDiverged,
     TrainingStep,
     bits_per_byte,
+    memory_needed,
     split_text,
 )
 
@@ -140,10 +141,54 @@ def test_checkpoints_come_as_often_as_asked(monkeypatch: pytest.MonkeyPatch, tmp
 def test_a_loss_that_is_no_number_ends_the_run_before_it_spoils_the_weights() -> None:
     training = Training(tiny(learning_rate=1e30, warm_up=0.0, steps=50, dropout=0.0), corpus())
     with pytest.raises(
-        TrainingDiverged, match=r"The loss became (nan|inf) in step \d+: a lower learning rate"
+        TrainingDiverged,
+        match=r"The (loss|gradients' norm) became (nan|inf) in step \d+: a lower learning rate",
     ):
         training.run()
+    assert all(torch.isfinite(parameter).all() for parameter in training.model.parameters())
     assert training.step == len(training.losses) and all(map(math.isfinite, training.losses))
+
+
+@pytest.mark.parametrize("value", [math.nan, 3e38])
+def test_weights_that_the_last_step_spoiled_are_no_finished_run(
+    value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(tiny(dropout=0.0), corpus())
+    step = training._optimizer.step
+
+    def spoiling() -> None:
+        step()
+        if training.step == 11:
+            with torch.no_grad():
+                for parameter in training.model.parameters():
+                    if parameter.dim() == 1:  # of the norms
+                        parameter.fill_(value)
+
+    monkeypatch.setattr(training._optimizer, "step", spoiling)
+    with pytest.raises(TrainingDiverged, match="in step 12: a lower learning rate"):
+        training.run(checkpoint_path=tmp_path / "c", checkpoint_every=0.0)
+    kept = Checkpoint.read(tmp_path / "c")
+    assert kept.step == 11 and all(torch.isfinite(weight).all() for weight in kept.weights.values())
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    training, told = Training(tiny(), corpus()), []
+    absent = tmp_path / "absent" / "c"
+    assert training.run(checkpoint_path=absent, checkpoint_every=0.0, on_unwritten=told.append)
+    assert len(told) == 11 and all("cannot be written" in str(error) for error in told)
+    stopped = Training(tiny(), corpus())
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        stopped.run(checkpoint_path=absent, should_stop=lambda: True)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"layers": 3, "d_model": 24, "d_ff": 20}])
+def test_the_memory_that_is_counted_is_that_of_the_parameters_and_less_than_is_used(
+    sizes: dict[str, int],
+) -> None:
+    recipe = tiny(**sizes)
+    parameters = sum(parameter.numel() for parameter in Training(recipe, corpus()).model.parameters())
+    with_more = memory_needed(tiny(**sizes, batch=8)) - memory_needed(recipe)  # 2 windows more in a part
+    assert memory_needed(recipe) - with_more == 16 * parameters
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,21 @@ from attn_ext.train import Recipe
 )
 def test_numbers_that_no_run_can_have_are_named(numbers: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        Recipe(**numbers)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"d_model": 32.0}, "d_model must be an integer, got 32.0"),
+        ({"seed": 0.5}, "seed must be an integer, got 0.5"),
+        ({"layers": True}, "layers must be an integer, got True"),
+        ({"heads": None}, "heads must be an integer, got None"),
+        ({"clip": "1"}, "clip must be a number, got '1'"),
+    ],
+)
+def test_what_is_no_number_is_named(numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         Recipe(**numbers)
 
 

@@ -84,6 +84,14 @@ def test_right_predictions_cost_nothing_and_the_mode_comes_back(length: int) -> 
     assert wrong > 100
 
 
+def test_each_module_gets_its_own_mode_back() -> None:
+    lm = model().train()
+    lm.blocks.eval()
+    before = [module.training for module in lm.modules()]
+    bits_per_byte(lm, TEXT)
+    assert [module.training for module in lm.modules()] == before and len(set(before)) == 2
+
+
 def test_what_cannot_be_scored_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one byte, got an empty text"):
         bits_per_byte(model(), b"")
