@@ -22,12 +22,12 @@ from torch import Tensor
 
 import attn_ext
 from attn_ext import reference
+from attn_ext._memory import available_bytes
 from bench import over_length
 from bench.attention import error_and_allowance, microseconds, percent, rate
 from bench.common import (
     Column,
     Runner,
-    available_bytes,
     ceiling_of,
     last_level_cache_bytes,
     machine_line,

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from attn_ext._memory import available_bytes
 from bench import plot
 from bench.attention import microseconds
 from bench.common import (
@@ -18,7 +19,6 @@ from bench.common import (
     Runner,
     add_row_filter,
     add_run_options,
-    available_bytes,
     describe_machine,
     require_folder,
     seconds_of,

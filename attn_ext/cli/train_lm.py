@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from .. import backend
+from .._memory import available_bytes
 from ..embed import TextError
 from ..models import WeightsError
 from ..models import save as save_model
@@ -53,7 +54,6 @@ from .common import (
     says_errors_plainly,
     set_up,
 )
-from .memory import expect_room
 
 DEFAULT_OUT = Path("lm.safetensors")
 _DEFAULTS = Recipe()
@@ -321,7 +321,11 @@ def _corpus_again(path: Path, sources: list[str]) -> Corpus:
 
 def _expect_room(recipe: Recipe) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes that torchrun started on this machine
-    expect_room("A run of these sizes", here * memory_needed(recipe))
+    needed, there = here * memory_needed(recipe), available_bytes()
+    if there is not None and needed > there:
+        raise UserError(
+            f"A run of these sizes needs at least {needed:,} bytes of memory, and {there:,} are available."
+        )
 
 
 class _Warning:

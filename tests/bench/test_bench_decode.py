@@ -15,6 +15,7 @@ from bench_support import CEILINGS, quick_timing
 from torch import Tensor
 
 import attn_ext
+from attn_ext._memory import available_bytes, memory_bytes
 from bench import common, decode, decode_cases, over_length
 from bench.__main__ import main
 from bench.decode_cases import Case
@@ -308,5 +309,5 @@ def test_an_instruction_set_that_cannot_run_is_one_sentence_and_2(
 
 
 def test_free_memory_is_a_part_of_all_memory() -> None:
-    free, everything = common.available_bytes(), common.memory_bytes()
+    free, everything = available_bytes(), memory_bytes()
     assert free is None or (0 < free <= (everything or math.inf))
