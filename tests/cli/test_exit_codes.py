@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -134,7 +135,8 @@ def test_a_missing_interface_package_is_one_sentence(module: str) -> None:
 
 def test_the_package_itself_needs_neither_typer_nor_rich() -> None:
     script = "import sys; sys.modules['typer'] = sys.modules['rich'] = None; import attn_ext, attn_ext.models"
-    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == 0
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, preexec_fn=_heed_ctrl_c, timeout=300).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["embed", "demo"])
@@ -217,6 +219,11 @@ def test_a_closed_output_is_one_sentence() -> None:
     assert result.stderr.startswith(b"attn-ext: standard output is closed")
 
 
+def _heed_ctrl_c() -> None:
+    """In a child before it starts: what a shell runs in the background ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 # The module at whose import Ctrl-C comes: one that torch imports, and one that the command does.
 @pytest.mark.skipif(os.name != "posix", reason="needs signals")
 @pytest.mark.parametrize("module", ["torch", "attn_ext.cli.app", "attn_ext.cli.speed"])
@@ -233,17 +240,20 @@ def test_ctrl_c_while_it_imports_is_quiet(module: str, tmp_path: Path) -> None:
         [sys.executable, "-m", "attn_ext.cli", "info"],
         capture_output=True,
         env={**os.environ, "PYTHONPATH": paths},
+        preexec_fn=_heed_ctrl_c,
         timeout=300,
     )
     assert result.returncode == 130 and result.stdout == result.stderr == b"", result.stderr.decode()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
 def test_ctrl_c_while_another_program_imports_the_package_is_its_own() -> None:
     script = (
         "import sys; sys.argv[0] = 'mine'; import attn_ext, signal; "
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
     )
-    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == 0
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, preexec_fn=_heed_ctrl_c, timeout=300).returncode == 0
 
 
 def test_what_embed_and_heatmap_would_overwrite_is_refused(tmp_path: Path) -> None:
