@@ -187,9 +187,9 @@ inline void pack_transposed(const TensorView& view, Rows source, int64_t rows, i
   });
 }
 
-// One panel of k in words: those of row r and features d, d + 1 … lie at [d / kParts][r]. Rows up to the next multiple of N
-// must be there to be read; `columns` is a multiple of kTurn. Half (a quarter) of the stores of numbers, and the tile tells
-// the parts of a word apart while it would wait for its multiply-adds.
+// One panel of k in words: those of row r and features d, d + 1 … lie at [d / kParts][r]. Up to the next multiple of N the
+// last row stands in for those that are not there; `columns` is a multiple of kTurn. Half (a quarter) of the stores of
+// numbers, and the tile tells the parts of a word apart while it would wait for its multiply-adds.
 template <class T, class Storage, class... Asked>
 inline void pack_words(const char* const* source, int64_t rows, int64_t columns, Word<Storage>* dst, Asked... ahead) {
   using V = Vec<T>;
@@ -198,7 +198,7 @@ inline void pack_words(const char* const* source, int64_t rows, int64_t columns,
   int64_t turns = 0;
   for (int64_t r0 = 0; r0 < rows; r0 += N) {
     const Storage* from[N];
-    for (int r = 0; r < N; ++r) from[r] = reinterpret_cast<const Storage*>(source[r0 + r]);
+    for (int r = 0; r < N; ++r) from[r] = reinterpret_cast<const Storage*>(source[std::min(r0 + r, rows - 1)]);
     T* to = reinterpret_cast<T*>(dst) + r0;
     for (int64_t d = 0; d < columns; d += kTurn<T, Storage>) {
       V turned[N];
