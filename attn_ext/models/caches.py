@@ -16,10 +16,9 @@ from ..nn.transformer import one_a_layer
 __all__ = [
     "KINDS",
     "cache_dtype",
+    "expect_caches",
     "expect_fresh",
-    "expect_one_length",
     "expect_positions",
-    "expect_tokens",
     "given_or_new",
     "new_caches",
     "reserve",
@@ -181,16 +180,29 @@ def reserve(
             held.reserve(longest)
 
 
-def expect_tokens(
-    who: str, tokens: Tensor, cu_seqlens: Tensor | None, cache: BaseCache | DecoderCache
+def expect_caches(
+    who: str,
+    caches: Any,
+    num_layers: int,
+    of: type[BaseCache] | type[DecoderCache],
+    tokens: Tensor,
+    cu_seqlens: Tensor | None,
 ) -> None:
-    """Raises ValueError unless tokens are (B, n), or (total,) with cu_seqlens, for the sequences of the cache.
+    """Looks at what comes with a step, before a layer writes to its cache.
 
-    TypeError for cu_seqlens that are no tensor of integers.
+    Raises:
+        TypeError: caches of another kind than `of`, cu_seqlens that are no tensor of integers.
+        ValueError: not one cache a layer, or layers that stand at different positions; tokens that are not (B, n), or
+            (total,) with cu_seqlens, for the sequences of the caches.
     """
+    one_a_layer(who, caches, num_layers, of)
+    _expect_tokens(who, tokens, cu_seqlens, caches[0].batch)
+    _expect_one_length(who, caches)
+
+
+def _expect_tokens(who: str, tokens: Tensor, cu_seqlens: Tensor | None, batch: int) -> None:
     if cu_seqlens is not None:
         integer_tensor(who, "cu_seqlens", cu_seqlens)
-    batch = cache.batch
     if cu_seqlens is None:
         fits, expected = tokens.dim() == 2 and tokens.shape[0] == batch, f"({batch}, n)"
         found = f"{tuple(tokens.shape)}"
@@ -204,8 +216,8 @@ def expect_tokens(
         check_boundaries(who, "cu_seqlens", cu_seqlens.tolist(), "tokens", tokens.shape[0])
 
 
-def expect_one_length(who: str, caches: Sequence[BaseCache | DecoderCache]) -> None:
-    """Raises ValueError where the layers would not stand at the same positions (unseen by compiled code)."""
+def _expect_one_length(who: str, caches: Sequence[BaseCache | DecoderCache]) -> None:
+    """All layers must stand at the same positions (unseen by compiled code)."""
     if compiling():
         return
     first = caches[0].lengths

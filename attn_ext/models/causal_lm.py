@@ -11,16 +11,7 @@ from torch import Tensor, nn
 from ..kv_cache import BaseCache, SlidingKVCache
 from ..nn import RotaryEmbedding, TransformerEncoder
 from ..nn.positional import next_positions, table_dtype
-from ..nn.transformer import one_a_layer
-from .caches import (
-    cache_dtype,
-    expect_one_length,
-    expect_positions,
-    expect_tokens,
-    given_or_new,
-    new_caches,
-    reserve,
-)
+from .caches import cache_dtype, expect_caches, expect_positions, given_or_new, new_caches, reserve
 from .generation import Decoding, decode, one_each, read_prompt, writing
 from .saving import Saveable
 
@@ -314,9 +305,7 @@ class CausalLM(Saveable):
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """forward without the output map."""
         if cache is not None:
-            one_a_layer("CausalLM", cache, len(self.blocks.layers), BaseCache)
-            expect_tokens("CausalLM", tokens, cu_seqlens, cache[0])
-            expect_one_length("CausalLM", cache)
+            expect_caches("CausalLM", cache, len(self.blocks.layers), BaseCache, tokens, cu_seqlens)
             if not self._endless(cache):
                 expect_positions("CausalLM", tokens, cu_seqlens, cache[0], self.max_len)
         elif tokens.dim() != 2 or tokens.shape[1] > self.max_len:

@@ -12,16 +12,7 @@ from .. import masks
 from ..kv_cache import DecoderCache
 from ..nn import PositionalEncoding, TransformerDecoder, TransformerEncoder
 from ..nn.positional import next_positions
-from ..nn.transformer import one_a_layer
-from .caches import (
-    cache_dtype,
-    expect_one_length,
-    expect_positions,
-    expect_tokens,
-    given_or_new,
-    new_caches,
-    reserve,
-)
+from .caches import cache_dtype, expect_caches, expect_positions, given_or_new, new_caches, reserve
 from .generation import Decoding, decode, is_token, one_each, read_prompt, writing
 from .saving import Saveable
 
@@ -132,9 +123,7 @@ class Seq2SeqTransformer(Saveable):
             x = self._embedded("target", target, self.target_embedding)
         else:
             who = "Seq2SeqTransformer"
-            one_a_layer(who, cache, len(self.decoder.layers), DecoderCache)
-            expect_tokens(who, target, cu_seqlens, cache[0])
-            expect_one_length(who, cache)
+            expect_caches(who, cache, len(self.decoder.layers), DecoderCache, target, cu_seqlens)
             expect_positions(who, target, cu_seqlens, cache[0], self.positions.pe.shape[1])
             x = self.target_embedding(target) * math.sqrt(self.d_model)
             x = self.dropout(self.positions(x, next_positions(cache[0].lengths, target, cu_seqlens)))
