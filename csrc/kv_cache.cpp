@@ -2,6 +2,7 @@
 #include "kv_cache.h"
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -120,18 +121,34 @@ class Cache : public Call {
 
   // That nothing which is written lies in the memory of anything else: neither what is read meanwhile, nor one another.
   void expect_apart(const Tensor& k, const Tensor& v, const Tensor* q) const {
-    const Tensor* written[] = {&tensors_.k, &tensors_.v, pointer(tensors_.k_scales), pointer(tensors_.v_scales)};
-    const Tensor* read[] = {&k, &v, q, pointer(tensors_.cos), pointer(tensors_.sin), pointer(tensors_.block_table)};
-    const char* const written_names[] = {"k_cache", "v_cache", "k_scales", "v_scales"};
-    const char* const read_names[] = {"k", "v", "q", "rotary cos", "rotary sin", "block_table"};
-    const auto expect = [&](const Tensor* a, const char* a_name, const Tensor* b, const char* b_name) {
-      ATTN_EXT_EXPECT(!a || !b || !share_memory(*a, *b), op, b_name, " ", shape_string(*b), " lies in the memory of ",
-                      a_name, " ", shape_string(*a), ", which is written to; give a copy");
+    struct Place {
+      const char* name;
+      const Tensor* tensor;
+      Extent extent;
     };
-    for (size_t w = 0; w < std::size(written); ++w) {
-      for (size_t o = w + 1; o < std::size(written); ++o)
-        expect(written[w], written_names[w], written[o], written_names[o]);
-      for (size_t r = 0; r < std::size(read); ++r) expect(written[w], written_names[w], read[r], read_names[r]);
+    std::array<Place, 10> places;
+    size_t count = 0;
+    const auto add = [&](const char* name, const Tensor* t) {
+      if (t && t->numel() > 0) places[count++] = {name, t, extent_of(*t)};
+    };
+    add("k_cache", &tensors_.k);
+    add("v_cache", &tensors_.v);
+    add("k_scales", pointer(tensors_.k_scales));
+    add("v_scales", pointer(tensors_.v_scales));
+    const size_t written = count;
+    add("k", &k);
+    add("v", &v);
+    add("q", q);
+    add("rotary cos", pointer(tensors_.cos));
+    add("rotary sin", pointer(tensors_.sin));
+    add("block_table", pointer(tensors_.block_table));
+    for (size_t w = 0; w < written; ++w) {
+      for (size_t other = w + 1; other < count; ++other) {
+        const Place &a = places[w], &b = places[other];
+        ATTN_EXT_EXPECT(!a.extent.meets(b.extent) || !share_memory(*a.tensor, *b.tensor), op, b.name, " ",
+                        shape_string(*b.tensor), " lies in the memory of ", a.name, " ", shape_string(*a.tensor),
+                        ", which is written to; give a copy");
+      }
     }
   }
 

@@ -49,14 +49,6 @@ bool reachable(const std::vector<Steps>& all, size_t from, int64_t distance, int
   return false;
 }
 
-// Bytes from a tensor's first element to the end of its last.
-int64_t reach_of(const Tensor& t) {
-  const auto sizes = t.sizes(), strides = t.strides();
-  int64_t elements = 1;
-  for (size_t d = 0; d < sizes.size(); ++d) elements += (sizes[d] - 1) * strides[d];
-  return elements * cpu::size_of(dtype_of(t.scalar_type()));
-}
-
 // Fills a dense tensor with zeros, without torch's thread pool.
 Tensor zeroed(Tensor t) {
   if (t.numel() > 0)
@@ -217,10 +209,16 @@ Tensor contiguous_rows(const Tensor& t, int64_t rows) {
   return copy;
 }
 
+Extent extent_of(const Tensor& t) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  int64_t elements = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) elements += (sizes[d] - 1) * strides[d];
+  const auto* begin = static_cast<const char*>(t.data_ptr());
+  return {begin, begin + elements * cpu::size_of(dtype_of(t.scalar_type()))};
+}
+
 bool share_memory(const Tensor& a, const Tensor& b) {
-  if (a.numel() == 0 || b.numel() == 0) return false;
   const int64_t distance = static_cast<const char*>(b.data_ptr()) - static_cast<const char*>(a.data_ptr());
-  if (distance >= reach_of(a) || -distance >= reach_of(b)) return false;
   std::vector<Steps> all;  // those of a forward, and those of b back
   const auto add = [&](int64_t stride, int64_t lo, int64_t hi) {
     if (stride == 0 || lo == hi) return;

@@ -46,7 +46,15 @@ Tensor zeros_in_order_of(const Tensor& like, int64_t width);
 // A contiguous copy of the first `rows` rows, made without torch's thread pool: that one hangs in a forked child.
 Tensor contiguous_rows(const Tensor& t, int64_t rows);
 
-// Whether some byte belongs to an element of both. (Where the strides are so odd that this takes long to find out: yes.)
+// The memory from a tensor's first element to the end of its last. (Not empty tensors.)
+struct Extent {
+  const char *begin = nullptr, *end = nullptr;
+
+  bool meets(const Extent& other) const { return begin < other.end && other.begin < end; }
+};
+Extent extent_of(const Tensor& t);
+
+// Whether some byte belongs to an element of both, whose extents meet. (Where the strides are so odd that this takes long to find out: yes.)
 bool share_memory(const Tensor& a, const Tensor& b);
 
 std::vector<int64_t> sizes_of(const Tensor& t);
