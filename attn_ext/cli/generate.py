@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import backend
 from ..kv_cache import BaseCache
-from ..models import CausalLM, WeightsError
+from ..models import CausalLM, LogitsError, WeightsError
 from ..models import load as load_model
 from .common import (
     EXIT_INTERRUPTED,
@@ -39,7 +39,7 @@ DEFAULT_TOKENS = 200
 DEFAULT_TEMPERATURE = 0.8
 
 
-@says_errors_plainly(WeightsError)
+@says_errors_plainly(WeightsError, LogitsError)
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="How the text begins.")],
     model: Annotated[
@@ -165,11 +165,7 @@ def run(
     written: list[int] = []
 
     started, finished = time.perf_counter(), True
-    with (
-        _numbers_expected(model),
-        _times_of_passes(model) as passes,
-        _stop_signal(streams=num_beams == 1) as should_stop,
-    ):
+    with _times_of_passes(model) as passes, _stop_signal(streams=num_beams == 1) as should_stop:
 
         def on_token(token: Tensor) -> None:
             written.append(int(token))
@@ -272,23 +268,6 @@ def _stop_signal(*, streams: bool) -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _numbers_expected(model: CausalLM) -> Iterator[None]:
-    """Raise UserError where the model's logits are NaN or infinite, so that no byte can be chosen."""
-
-    def check(module: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> None:
-        if not torch.isfinite(logits).all():
-            raise UserError(
-                "the model cannot write: its logits are NaN or infinite, and numbers are expected."
-            )
-
-    handle = model.output.register_forward_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from .causal_lm import CausalLM
-from .errors import WeightsError
+from .errors import LogitsError, WeightsError
 from .minilm import MiniLM, MiniLMConfig, load_tokenizer, packaged_weights
 from .saving import Saveable, load, save
 from .seq2seq import Seq2SeqTransformer
@@ -14,6 +14,7 @@ from .text_classifier import TextClassifier, TinyTextClassifier
 
 __all__ = [
     "CausalLM",
+    "LogitsError",
     "MiniLM",
     "MiniLMConfig",
     "Saveable",

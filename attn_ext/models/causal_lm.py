@@ -255,7 +255,7 @@ class CausalLM(Saveable):
                 model; prompts too long: every token but the last new one is read, so a prompt's tokens +
                 max_new_tokens − 1 may be max_len at most (more only with rotary positions and sliding caches).
             IndexError: more tokens than the caches given may hold. Nothing is written then.
-            RuntimeError: logits from which no token can be chosen: NaN, +inf, or −inf for all tokens of a row.
+            LogitsError: logits from which no token can be chosen: NaN, +inf, or −inf for all tokens of a row.
         """
         who = "CausalLM.generate"
         decoding = Decoding(

@@ -1,8 +1,12 @@
-"""What goes wrong with files of weights."""
+"""What goes wrong with models, in one sentence each."""
 
 from __future__ import annotations
 
-__all__ = ["WeightsError"]
+__all__ = ["LogitsError", "WeightsError"]
+
+
+class LogitsError(RuntimeError):
+    """A model's logits are no numbers that a token could be chosen by."""
 
 
 class WeightsError(RuntimeError):

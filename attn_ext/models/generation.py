@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .errors import LogitsError
+
 __all__ = [
     "Decoding",
     "Prompt",
@@ -173,7 +175,7 @@ def decode(logits: Tensor, read: Read, caches: Sequence[Reorderable], decoding: 
 
     Raises:
         ValueError: seeds that are not one a row.
-        RuntimeError: logits that are NaN, +inf, or −inf for all tokens of a row.
+        LogitsError: logits that are NaN, +inf, or −inf for all tokens of a row.
     """
     if decoding.max_new_tokens == 0:
         return torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
@@ -205,7 +207,7 @@ def _checked(logits: Tensor, decoding: Decoding) -> Tensor:
     largest = logits.amax(-1)  # NaN where a logit is
     if not largest.isfinite().all():
         found = "NaN" if largest.isnan().any() else "infinite" if largest.isposinf().any() else "all -inf"
-        raise RuntimeError(f"{decoding.who}: the model's logits are {found}, so that no token can be chosen")
+        raise LogitsError(f"{decoding.who}: the model's logits are {found}, so that no token can be chosen")
     return logits
 
 

@@ -203,7 +203,7 @@ class Seq2SeqTransformer(Saveable):
                 cache from `new_cache` of this class.
 
         Raises:
-            TypeError, ValueError, IndexError, RuntimeError: as `CausalLM.generate`.
+            TypeError, ValueError, IndexError, LogitsError: as `CausalLM.generate`.
         """
         who = "Seq2SeqTransformer.generate"
         vocab_size, max_len = self.target_embedding.num_embeddings, self.positions.pe.shape[1]

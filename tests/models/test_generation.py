@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attn_ext import DecoderCache, KVCache, PagedKVCache, masks
-from attn_ext.models import CausalLM, Seq2SeqTransformer
+from attn_ext.models import CausalLM, LogitsError, Seq2SeqTransformer
 from attn_ext.models.generation import Decoding, decode, next_token_probabilities, row_seed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -772,7 +772,7 @@ def test_a_broken_model_is_no_text() -> None:
     with torch.no_grad():
         lm.output.weight[3] = math.nan
     for options in ({}, {"temperature": 1.0}, {"num_beams": 3}):
-        with pytest.raises(RuntimeError, match="CausalLM.generate: the model's logits are NaN"):
+        with pytest.raises(LogitsError, match="CausalLM.generate: the model's logits are NaN"):
             lm.generate(prompt(5), 3, **options)
 
 
@@ -787,7 +787,7 @@ def test_logits_without_a_largest_one_are_no_text(
     options: dict[str, Any], bias: list[float], found: str
 ) -> None:
     decoding = Decoding("a model", 3, 4, **options)
-    with pytest.raises(RuntimeError, match=f"a model: the model's logits are {found}, so that no token"):
+    with pytest.raises(LogitsError, match=f"a model: the model's logits are {found}, so that no token"):
         decode(torch.tensor([[0.0, 0.0, 0.0], bias]), lambda *_: torch.zeros(2, 3), [], decoding)
 
 
