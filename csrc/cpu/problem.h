@@ -74,17 +74,25 @@ inline char* cache_row(const CacheLayout& layout, const TensorView& view, int64_
   return address(view, batch_inner, b, h, layout.ring > 0 ? j % layout.ring : j);
 }
 
+// Calls f(j, count, row) for each run of positions j, j + 1 … of [begin, end) whose rows lie stride_l apart.
+template <class F>
+inline void for_each_run(const CacheLayout& layout, const TensorView& view, int64_t batch_inner, int64_t b, int64_t h,
+                         int64_t begin, int64_t end, F&& f) {
+  const int64_t period = layout.block_table != nullptr ? layout.page_size : layout.ring;
+  for (int64_t j = begin; j < end;) {
+    const int64_t stop = period > 0 ? std::min(end, (j / period + 1) * period) : end;
+    f(j, stop - j, cache_row(layout, view, batch_inner, b, h, j));
+    j = stop;
+  }
+}
+
 // rows[j - begin] = the row of position j, for j in [begin, end).
 inline void cache_rows(const CacheLayout& layout, const TensorView& view, int64_t batch_inner, int64_t b, int64_t h,
                        int64_t begin, int64_t end, const char** rows) {
   const int64_t stride = view.stride_l * size_of(view.dtype);
-  for (int64_t j = begin; j < end;) {
-    // One address computation for each run of rows that lie in order.
-    const int64_t period = layout.block_table != nullptr ? layout.page_size : layout.ring;
-    const int64_t stop = period > 0 ? std::min(end, (j / period + 1) * period) : end;
-    const char* row = cache_row(layout, view, batch_inner, b, h, j);
-    for (; j < stop; ++j, row += stride) rows[j - begin] = row;
-  }
+  for_each_run(layout, view, batch_inner, b, h, begin, end, [&](int64_t j, int64_t count, const char* row) {
+    for (const int64_t stop = j + count; j < stop; ++j, row += stride) rows[j - begin] = row;
+  });
 }
 
 // The key that query row i is aligned with.

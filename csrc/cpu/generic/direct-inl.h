@@ -1,6 +1,9 @@
-// Products with v as it lies in memory: for tasks of a few rows (one token against a cache), where packing a block of v
+// Products with k and v as they lie in memory: for tasks of a few rows (one token against a cache), where packing a block
 // would cost more than the products that it serves. The same chain of multiply-adds for every number as through the packed
 // panels, and so the same bits.
+//
+// A lane is a key, so k is still turned, but a few features at a time, through two kilobytes of stack; the sums stay in
+// registers over all of them. One thread, one row, D = 128, out of L2, Zen 3: 35 → 46 GB/s of fp32, 20 → 24 of bf16.
 #pragma once
 
 namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
@@ -11,6 +14,96 @@ template <class T>
 inline bool direct_layout(const TensorView& view, int64_t width) {
   const bool loads = sizeof(T) == 8 ? view.dtype == DType::float64 : view.dtype != DType::float64;
   return loads && view.stride_d == 1 && width % Vec<T>::N == 0;
+}
+
+// Rows that multiply k unpacked, at most. Six would have the registers; a packed panel serves five as well.
+inline constexpr int kDirectKeyRows = 4;
+
+// Vectors of keys side by side: chains enough to keep the multiply-adds busy, within the registers.
+template <int MR, class B>
+inline constexpr int kDirectKeyVecs = MR == 1 || (MR == 2 && kParts<B> < 4) ? 4 : 2;
+
+// Whether rows of k can be turned in whole vectors.
+template <class T>
+inline bool direct_keys_layout(const TensorView& view, int64_t D) {
+  return with_cache_storage(view.dtype, [&]<class Storage>(Storage*) {
+    if constexpr (kVectorLoads<T, Storage>) return D > 0 && D % kTurn<T, Storage> == 0 && view.stride_d == 1;
+    return false;
+  });
+}
+
+// scores = q · kᵀ for MR rows and NV vectors of keys.
+template <class T, int MR, int NV, class Storage, class... Asked>
+inline void direct_keys_tile(int64_t D, const T* q, const char* const* k_rows, T* scores, int64_t ld, Asked... ahead) {
+  using V = Vec<T>;
+  using B = Packed<T, Storage>;
+  constexpr int N = V::N, turn = kTurn<T, Storage>;
+  V acc[MR][NV];
+  int64_t turns = 0;
+  const auto step = [&]<bool first>(int64_t d) {
+    alignas(kCacheLine) T words[N][NV][N];
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; ++n) {
+      const Storage* from[N];
+#pragma GCC unroll 16
+      for (int r = 0; r < N; ++r) from[r] = reinterpret_cast<const Storage*>(k_rows[n * N + r]);
+      V turned[N];
+      load_turned<T, Storage>(from, d, turned);
+      (ahead.template ask<N * turn* static_cast<int>(sizeof(Storage))>(turns), ...);
+      ++turns;
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) turned[i].store(words[i][n]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) {
+      V rows[NV];
+#pragma GCC unroll 4
+      for (int n = 0; n < NV; ++n) rows[n] = V::load(words[i][n]);
+      if (first && i == 0) {
+        tile_parts<B, 0, first, Along::k>(q + d, D, rows, acc);
+      } else {
+        tile_parts<B, 0, false, Along::k>(q + d + i * kParts<B>, D, rows, acc);
+      }
+    }
+  };
+  step.template operator()<true>(0);
+  for (int64_t d = turn; d < D; d += turn) step.template operator()<false>(d);
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; ++n) acc[r][n].store(scores + r * ld + n * N);
+  }
+}
+
+// scores = q · kᵀ for a strip of rows and keys [from, to). Up to the next multiple of N the last key stands in for those
+// that are not there.
+template <class T>
+inline void direct_keys(DType dtype, int64_t rows, int64_t D, const T* q, const char* const* k_rows, int64_t from,
+                        int64_t to, T* scores, int64_t ld) {
+  with_cache_storage(dtype, [&]<class Storage>(Storage*) {
+    if constexpr (kVectorLoads<T, Storage>) {
+      with_row_count<T, kDirectKeyRows>(rows, [&](auto count) {
+        constexpr int N = Vec<T>::N, MR = decltype(count)::value, NV = kDirectKeyVecs<MR, Packed<T, Storage>>;
+        constexpr int64_t size = sizeof(Storage);
+        int64_t j = from;
+        for (; j + NV * N <= to; j += NV * N) {
+          // Asked for in the order of memory, where rows lie end to end.
+          if (k_rows[j + 1] - k_rows[j] == D * size) {
+            const char* next = k_rows[j + std::max<int64_t>(kPrefetchKeys, NV * N)];
+            direct_keys_tile<T, MR, NV, Storage>(D, q, k_rows + j, scores + j, ld,
+                                                 Ahead{next, N * kTurn<T, Storage> * size});
+          } else {
+            direct_keys_tile<T, MR, NV, Storage>(D, q, k_rows + j, scores + j, ld);
+          }
+        }
+        for (; j < to; j += N) {
+          const char* some[N];
+          for (int r = 0; r < N; ++r) some[r] = k_rows[std::min(j + r, to - 1)];
+          direct_keys_tile<T, MR, 1, Storage>(D, q, some, scores + j, ld);
+        }
+      });
+    }
+  });
 }
 
 // Vectors of columns of a tile with MR rows: enough chains of multiply-adds to keep the units busy.

@@ -15,8 +15,9 @@
 // serves R ≤ 384 rows. While one 16-column panel of it (4 KB at D = 64) sits in L1, strips of 6 rows (AVX2) pass by.
 // 96 × 256 scores are 96 KB: with packed k, v and the rows of q and acc everything stays inside 512 KB of L2.
 //
-// Where a task has few rows (a token or two against a cache) each panel of k is used as soon as it is packed, and v is
-// read as it lies (direct-inl.h): the block never goes through L2, and the memory sets the speed. Rows of keys and values are looked up one by one in either case, so that they may lie anywhere in a cache.
+// Where a task has few rows (a token or two against a cache) each panel of k is used as soon as it is packed, or k and v
+// are read as they lie (direct-inl.h): the block never goes through L2, and the memory sets the speed. Rows of keys and
+// values are looked up one by one in either case, so that they may lie anywhere in a cache.
 //
 // Rows of all query heads that share a key/value head are stacked: row r is head r / Lq, query r % Lq.
 //
@@ -48,6 +49,7 @@ class ForwardWorker {
         units_(p),
         padded_dv_(round_up_to(p.Dv, N)),
         by_panel_(plan.rows_per_task <= kRowBlock),
+        direct_keys_(plan.rows_per_task <= kDirectKeyRows && direct_keys_layout<T>(p.k, p.D)),
         direct_(plan.rows_per_task <= MR && direct_layout<T>(p.v, p.Dv)),
         scratch_(layout(nullptr)) {
     layout(scratch_.data());
@@ -103,9 +105,8 @@ class ForwardWorker {
     q_ = carve.take<T>(rows * p_.D);
     k_rows_ = carve.take<const char*>(keys + kPanelKeys + kPrefetchKeys);
     v_rows_ = carve.take<const char*>(keys + kPanelKeys + kPrefetchKeys);
-    k_ = carve.take<T>((by_panel_ ? std::min(keys, kPanelKeys) : keys) * p_.D);
+    k_ = carve.take<T>(direct_keys_ ? 0 : (by_panel_ ? std::min(keys, kPanelKeys) : keys) * p_.D);
     v_ = carve.take<T>(direct_ ? 0 : keys * padded_dv_);
-    scale_rows_ = carve.take<const char*>(p_.scales.k ? keys : 0);
     k_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
     v_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
     scores_ = carve.take<T>(block_rows * keys);
@@ -205,10 +206,10 @@ class ForwardWorker {
   // As find_rows, and read at once; zeros behind the block.
   void find_scales(const TensorView& view, T* scales) {
     const int64_t first = std::max(block_start_, key_lo_), skipped = first - block_start_;
-    cache_rows(p_.layout, view, p_.batch_inner, sequence_.b, hkv_, first, block_start_ + block_keys_, scale_rows_);
-    for (int64_t j = skipped; j < block_keys_; ++j) {
-      scales[j] = static_cast<T>(*reinterpret_cast<const float*>(scale_rows_[j - skipped]));
-    }
+    for_each_run(p_.layout, view, p_.batch_inner, sequence_.b, hkv_, first, block_start_ + block_keys_,
+                 [&](int64_t j, int64_t count, const char* row) {
+                   copy_row<T>(reinterpret_cast<const float*>(row), view.stride_l, count, scales + (j - block_start_));
+                 });
     std::fill(scales, scales + skipped, scales[skipped]);
     std::fill(scales + block_keys_, scales + keys_capacity_, T(0));
   }
@@ -262,14 +263,12 @@ class ForwardWorker {
     const Strips strips(memory.data(), count);
 
     // 1. s = q · kᵀ
-    with_cache_storage(p_.k.dtype, [&]<class Storage>(Storage*) {
-      if constexpr (kInWords<T, Storage>) {
-        if (by_panel_ && p_.k.stride_d == 1 && p_.D % kTurn<T, Storage> == 0) {
-          return multiply_keys<Word<Storage>>(strips, first, last);
-        }
-      }
-      multiply_keys<T>(strips, first, last);
-    });
+    if (direct_keys_) {
+      direct_keys<T>(p_.k.dtype, rows, p_.D, q_ + row_begin * p_.D, k_rows_, first * kPanelKeys,
+                     std::min(last * kPanelKeys, block_keys_), scores_, ld);
+    } else {
+      multiply_keys(strips, first, last);
+    }
 
     // 2. and 3. row by row
     bool exclude_hidden = p_.Dv > 0 && !values_finite_;
@@ -309,23 +308,23 @@ class ForwardWorker {
     }
   }
 
-  // s = q · kᵀ, panel by panel. B is what the panels hold.
-  template <class B>
+  // s = q · kᵀ, panel by panel.
   void multiply_keys(Strips strips, int64_t first_panel, int64_t last_panel) {
     const int64_t ld = keys_capacity_, size = size_of(p_.k.dtype), half = kPanelKeys / 2 * p_.D * size;
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       const int vecs = padded_keys(panel + 1) - panel * kPanelKeys > N ? kTileVecs : 1;
-      const B* k = reinterpret_cast<const B*>(k_ + (by_panel_ ? 0 : panel * kPanelKeys * p_.D));
+      const T* k = k_ + (by_panel_ ? 0 : panel * kPanelKeys * p_.D);
       // The panel that comes next but one, where its rows lie end to end: one half is asked for while this one is
       // packed, the other while it is multiplied with the first strip of rows.
       const char* const* rows_of_k = k_rows_ + panel * kPanelKeys;
       const bool ask = by_panel_ && rows_of_k[1] - rows_of_k[0] == p_.D * size;
       const char* next = rows_of_k[kPrefetchKeys];
       if (by_panel_) {
+        const int64_t count = std::min(kPanelKeys, block_keys_ - panel * kPanelKeys);
         if (ask) {
-          pack_panel<B>(panel, Ahead{next, 2 * static_cast<int64_t>(kCacheLine)});
+          pack_transposed<T>(p_.k, rows_of_k, count, p_.D, k_, Ahead{next, 2 * static_cast<int64_t>(kCacheLine)});
         } else {
-          pack_panel<B>(panel);
+          pack_transposed<T>(p_.k, rows_of_k, count, p_.D, k_);
         }
       }
       bool asked = false;
@@ -335,23 +334,12 @@ class ForwardWorker {
         T* x = scores_ + (strip.row_begin - strips[0].row_begin) * ld + panel * kPanelKeys;
         if (ask && !asked) {
           multiply<T, Start::zero, Along::k>(strip.rows(), vecs, p_.D, q, p_.D, k, vecs * N, x, ld,
-                                             Ahead{next + half, kPanelKeys / 2 * size * kParts<B>});
+                                             Ahead{next + half, kPanelKeys / 2 * size});
           asked = true;
         } else {
           multiply<T, Start::zero, Along::k>(strip.rows(), vecs, p_.D, q, p_.D, k, vecs * N, x, ld);
         }
       }
-    }
-  }
-
-  template <class B, class... Asked>
-  void pack_panel(int64_t panel, Asked... ahead) {
-    const char* const* rows = k_rows_ + panel * kPanelKeys;
-    const int64_t count = std::min(kPanelKeys, block_keys_ - panel * kPanelKeys);
-    if constexpr (kParts<B> == 1) {
-      pack_transposed<T>(p_.k, rows, count, p_.D, k_, ahead...);
-    } else {
-      pack_words<T>(rows, count, p_.D, reinterpret_cast<B*>(k_), ahead...);
     }
   }
 
@@ -513,8 +501,9 @@ class ForwardWorker {
   const ForwardPlan& plan_;
   const ScoreUnits<T> units_;
   const int64_t padded_dv_;
-  const bool by_panel_;  // k is packed a panel at a time, when its turn comes
-  const bool direct_;    // v is read as it lies
+  const bool by_panel_;     // k is packed a panel at a time, when its turn comes
+  const bool direct_keys_;  // k is read as it lies
+  const bool direct_;       // v is
   int64_t keys_capacity_ = 0;
 
   ScoreRow* row_ = nullptr;  // [rows]
@@ -523,7 +512,6 @@ class ForwardWorker {
   const char** v_rows_ = nullptr;  // [keys] the block's rows as they lie
   T* k_ = nullptr;                 // panels of kPanelKeys keys: [panel][D][keys]
   T* v_ = nullptr;                 // panels of kPanel columns: [panel][keys][columns]
-  const char** scale_rows_ = nullptr;
   T* k_scales_ = nullptr;
   T* v_scales_ = nullptr;  // [keys]
   T* scores_ = nullptr;    // [kRowBlock][keys]

@@ -27,21 +27,11 @@ struct Word {
   Storage parts[sizeof(float) / sizeof(Storage)];
 };
 
-// How many k's one row of B holds: 1, or those of a word.
+// How many k's a vector of B holds: 1, or those of a word.
 template <class B>
 inline constexpr int kParts = 1;
 template <class Storage>
 inline constexpr int kParts<Word<Storage>> = sizeof(float) / sizeof(Storage);
-
-// A vector of B as it lies there: numbers (converted, where they are stored narrower), or words.
-template <class T, class B>
-[[gnu::always_inline]] inline Vec<T> load_row(const B* b) {
-  if constexpr (kParts<B> == 1) {
-    return Vec<T>::load(b);
-  } else {
-    return Vec<T>::load(reinterpret_cast<const T*>(b));
-  }
-}
 
 // One of the k's that a vector of B holds.
 template <class B, int part, class V>
@@ -75,18 +65,18 @@ template <class B, int part, bool first, Along along, class T, int MR, int NV>
   }
 }
 
-// All the k's of one row of B, k and those that share it.
+// The products of one row of B.
 template <class T, int MR, int NV, Along along, bool first, class B>
 [[gnu::always_inline]] inline void tile_step(int64_t k, const T* a, int64_t lda, const B* b, int64_t ldb,
                                              Vec<T> (&acc)[MR][NV]) {
   Vec<T> rows[NV];
 #pragma GCC unroll 8
-  for (int n = 0; n < NV; ++n) rows[n] = load_row<T>(b + k / kParts<B> * ldb + n * Vec<T>::N);
-  tile_parts<B, 0, first, along>(a + (along == Along::k ? k : k * lda), lda, rows, acc);
+  for (int n = 0; n < NV; ++n) rows[n] = Vec<T>::load(b + k * ldb + n * Vec<T>::N);
+  tile_parts<T, 0, first, along>(a + (along == Along::k ? k : k * lda), lda, rows, acc);
 }
 
 // A is read at a[r·lda + k] (Along::k) or a[k·lda + r] (Along::rows); C at c[r·ldc …]; B, numbers of T or of what a cache
-// stores, at b[k·ldb …], or in words, and then K is a multiple of kParts. What is given as `ahead` is asked for on the way.
+// stores, at b[k·ldb …]. What is given as `ahead` is asked for on the way.
 template <class T, int MR, int NV, Start start, Along along, class B, class... Asked>
 inline void tile(int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c, int64_t ldc, Asked... ahead) {
   using V = Vec<T>;
@@ -102,12 +92,12 @@ inline void tile(int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T*
     // Plain products begin the chains. Beginning with zeros cost 4 % of a tile at K = 64 on Zen 3: there the stores of
     // the tile before take the register ports that a multiply-add's third operand needs, and a product has only two.
     tile_step<T, MR, NV, along, true>(0, a, lda, b, ldb, acc);
-    first = kParts<B>;
+    first = 1;
   }
 #pragma GCC unroll 4
-  for (int64_t k = first; k < K; k += kParts<B>) {
+  for (int64_t k = first; k < K; ++k) {
     tile_step<T, MR, NV, along, false>(k, a, lda, b, ldb, acc);
-    (ahead.template ask<NV * V::N* static_cast<int>(sizeof(B))>(k / kParts<B>), ...);
+    (ahead.template ask<NV * V::N* static_cast<int>(sizeof(B))>(k), ...);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r) {

@@ -118,7 +118,7 @@ template <class T, class Storage>
 inline constexpr bool kInWords = std::is_same_v<T, float> &&
                                  (std::is_same_v<Storage, bf16> || std::is_same_v<Storage, int8_t>);
 
-// What B is where k is packed from Storage and not converted on the way.
+// What the lanes of a transposition hold: numbers of T, or words.
 template <class T, class Storage>
 using Packed = std::conditional_t<kInWords<T, Storage>, Word<Storage>, T>;
 
@@ -185,30 +185,6 @@ inline void pack_transposed(const TensorView& view, Rows source, int64_t rows, i
       }
     }
   });
-}
-
-// One panel of k in words: those of row r and features d, d + 1 … lie at [d / kParts][r]. Up to the next multiple of N the
-// last row stands in for those that are not there; `columns` is a multiple of kTurn. Half (a quarter) of the stores of
-// numbers, and the tile tells the parts of a word apart while it would wait for its multiply-adds.
-template <class T, class Storage, class... Asked>
-inline void pack_words(const char* const* source, int64_t rows, int64_t columns, Word<Storage>* dst, Asked... ahead) {
-  using V = Vec<T>;
-  constexpr int N = V::N;
-  const int64_t width = rows > N ? kPanel<T> : N;
-  int64_t turns = 0;
-  for (int64_t r0 = 0; r0 < rows; r0 += N) {
-    const Storage* from[N];
-    for (int r = 0; r < N; ++r) from[r] = reinterpret_cast<const Storage*>(source[std::min(r0 + r, rows - 1)]);
-    T* to = reinterpret_cast<T*>(dst) + r0;
-    for (int64_t d = 0; d < columns; d += kTurn<T, Storage>) {
-      V turned[N];
-      load_turned<T, Storage>(from, d, turned);
-      (ahead.template ask<2 * static_cast<int>(kCacheLine)>(turns), ...);
-      ++turns;
-#pragma GCC unroll 16
-      for (int i = 0; i < N; ++i, to += width) turned[i].store(to);
-    }
-  }
 }
 
 // A vector of T from `count` (at most N) numbers `stride` apart, zeros behind them.
