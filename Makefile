@@ -12,6 +12,8 @@
 #   make aarch64          the same for NEON, under qemu-aarch64
 #   make avx512-emulated  the same with AVX-512 emulated by SIMDe
 #   make no-avx           the same on a CPU without AVX (qemu-x86_64)
+#   make cuda-sim         the CUDA kernels, run on the CPU by a simulator (needs Boost.Context)
+#   make cuda-compile     the CUDA kernels for real GPUs, without one (needs nvcc)
 #   make torch-range      one build in several torch versions (downloads gigabytes)
 #   make clean            remove what builds leave (not .venv)
 
@@ -33,11 +35,11 @@ STAMP := $(VENV)/.attn_ext
 # of the files that decide what has to be installed, and the folder that the editable install points to.
 WANTED = $$(cat requirements-dev.txt pyproject.toml <(pwd) | cksum)
 
-CPP_FORMAT = find csrc tests/cpp -name '*.h' -o -name '*.cpp'
+CPP_FORMAT = find csrc tests/cpp tests/cuda_sim -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'
 CTEST = ctest --output-on-failure --no-tests=error --test-dir
 
 .PHONY: help venv dev build embedder test demo lint format bench real-models cpp-test no-avx sanitize aarch64 \
-        avx512-emulated torch-range clean
+        avx512-emulated cuda-sim cuda-compile torch-range clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -116,12 +118,20 @@ sanitize:
 aarch64:
 	cmake -S . -B $(CMAKE_BUILD)/aarch64 -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64.cmake
 	cmake --build $(CMAKE_BUILD)/aarch64 --parallel $$(nproc)
-	$(CTEST) $(CMAKE_BUILD)/aarch64
+	ATTN_EXT_TEST_THIN=$${ATTN_EXT_TEST_THIN:-3} $(CTEST) $(CMAKE_BUILD)/aarch64
 
 avx512-emulated:
 	cmake -S . -B $(CMAKE_BUILD)/avx512 -DATTN_EXT_EMULATE_AVX512=ON
 	cmake --build $(CMAKE_BUILD)/avx512 --parallel $$(nproc)
 	$(CTEST) $(CMAKE_BUILD)/avx512
+
+cuda-sim:
+	cmake -S . -B $(CMAKE_BUILD)/cuda-sim -DATTN_EXT_CUDA_SIM=ON
+	cmake --build $(CMAKE_BUILD)/cuda-sim --parallel $$(nproc)
+	ATTN_EXT_TEST_THIN=$${ATTN_EXT_TEST_THIN:-3} $(CTEST) $(CMAKE_BUILD)/cuda-sim --parallel $$(nproc)
+
+cuda-compile:
+	scripts/cuda_compile.sh
 
 torch-range:
 	scripts/torch_range.sh

@@ -39,8 +39,13 @@ def why_no_cuda() -> str:
     """The reason that `build_info()` gives for a build without CUDA kernels."""
     wanted = switched_on("ATTN_EXT_CUDA")
     if wanted:
-        toolchain.stop("ATTN_EXT_CUDA=1 is set, but there are no CUDA sources in this version.")
-    return "ATTN_EXT_CUDA=0 at build time" if wanted is False else "no CUDA sources in this version"
+        toolchain.stop(
+            "ATTN_EXT_CUDA=1 is set, but this version's CUDA kernels are not yet reached from Python "
+            "(csrc/cuda/README.md)."
+        )
+    return (
+        "ATTN_EXT_CUDA=0 at build time" if wanted is False else "not yet reached from Python in this version"
+    )
 
 
 def cpu_extension(pybind11_include: str, torch_includes: list[str], torch_libraries: list[str]) -> Extension:

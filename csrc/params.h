@@ -7,6 +7,13 @@
 #include <cstdint>
 #include <limits>
 
+// Before functions that the kernels of the CPU and of CUDA have in common.
+#if defined(__CUDACC__)
+#define ATTN_EXT_SHARED __host__ __device__
+#else
+#define ATTN_EXT_SHARED
+#endif
+
 namespace attn_ext {
 
 enum class DType : uint8_t { float32, bfloat16, float16, float64, boolean, int8 };
@@ -27,7 +34,7 @@ struct TensorView {
   int64_t stride_l = 0;
   int64_t stride_d = 0;
 
-  explicit operator bool() const { return data != nullptr; }
+  ATTN_EXT_SHARED explicit operator bool() const { return data != nullptr; }
 };
 
 // Per-row numbers (B, Hq, Lq), rows contiguous; fp32, or fp64 for fp64 inputs. In packed calls (Hq, total).
@@ -36,7 +43,7 @@ struct RowView {
   int64_t stride_b = 0;
   int64_t stride_h = 0;
 
-  explicit operator bool() const { return data != nullptr; }
+  ATTN_EXT_SHARED explicit operator bool() const { return data != nullptr; }
 };
 
 inline constexpr int kMaxBiases = 2;
@@ -95,7 +102,7 @@ struct AttentionParams {
   // The scores need work between q·k and the softmax (or the scale is 0, or so small that it is none of the scores'
   // normal numbers): they are then held scaled, in natural units, in "score units" otherwise (raw q·k). The row max is
   // saved in those same units.
-  bool scores_are_scaled() const {
+  ATTN_EXT_SHARED bool scores_are_scaled() const {
     const double smallest =
         q.dtype == DType::float64 ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
     const bool tiny = scale < smallest && -scale < smallest;

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <new>
 
-#include "cpu/problem.h"
-#include "cpu/storage.h"
+#include "positions.h"
+#include "storage.h"
 
 namespace attn_ext {
 namespace {
@@ -51,8 +51,7 @@ bool reachable(const std::vector<Steps>& all, size_t from, int64_t distance, int
 
 // Fills a dense tensor with zeros, without torch's thread pool.
 Tensor zeroed(Tensor t) {
-  if (t.numel() > 0)
-    std::memset(t.data_ptr(), 0, static_cast<size_t>(t.numel() * cpu::size_of(dtype_of(t.scalar_type()))));
+  if (t.numel() > 0) std::memset(t.data_ptr(), 0, static_cast<size_t>(t.numel() * size_of(dtype_of(t.scalar_type()))));
   return t;
 }
 
@@ -126,9 +125,9 @@ double number_at(const Tensor& t, int64_t offset) {
     case ScalarType::Double:
       return static_cast<const double*>(t.data_ptr())[offset];
     case ScalarType::BFloat16:
-      return to_float(static_cast<const cpu::bf16*>(t.data_ptr())[offset]);
+      return to_float(static_cast<const bf16*>(t.data_ptr())[offset]);
     case ScalarType::Half:
-      return to_float(static_cast<const cpu::f16*>(t.data_ptr())[offset]);
+      return to_float(static_cast<const f16*>(t.data_ptr())[offset]);
     default:
       return static_cast<const float*>(t.data_ptr())[offset];
   }
@@ -140,10 +139,10 @@ void set_number(const Tensor& t, int64_t offset, double x) {
       static_cast<double*>(t.data_ptr())[offset] = x;
       break;
     case ScalarType::BFloat16:
-      static_cast<cpu::bf16*>(t.data_ptr())[offset] = cpu::to_bf16(static_cast<float>(x));
+      static_cast<bf16*>(t.data_ptr())[offset] = to_bf16(static_cast<float>(x));
       break;
     case ScalarType::Half:
-      static_cast<cpu::f16*>(t.data_ptr())[offset] = cpu::to_f16(static_cast<float>(x));
+      static_cast<f16*>(t.data_ptr())[offset] = to_f16(static_cast<float>(x));
       break;
     default:
       static_cast<float*>(t.data_ptr())[offset] = static_cast<float>(x);
@@ -196,7 +195,7 @@ Tensor contiguous_rows(const Tensor& t, int64_t rows) {
   std::vector<int64_t> sizes = sizes_of(t);
   sizes[0] = rows;
   Tensor copy = empty(sizes, t.scalar_type());
-  const auto element = static_cast<size_t>(cpu::size_of(dtype_of(t.scalar_type())));
+  const auto element = static_cast<size_t>(size_of(dtype_of(t.scalar_type())));
   const auto* from = static_cast<const char*>(t.data_ptr());
   auto* to = static_cast<char*>(copy.data_ptr());
   std::vector<int64_t> index(sizes.size());
@@ -214,7 +213,7 @@ Extent extent_of(const Tensor& t) {
   int64_t elements = 1;
   for (size_t d = 0; d < sizes.size(); ++d) elements += (sizes[d] - 1) * strides[d];
   const auto* begin = static_cast<const char*>(t.data_ptr());
-  return {begin, begin + elements * cpu::size_of(dtype_of(t.scalar_type()))};
+  return {begin, begin + elements * size_of(dtype_of(t.scalar_type()))};
 }
 
 bool share_memory(const Tensor& a, const Tensor& b) {
@@ -230,7 +229,7 @@ bool share_memory(const Tensor& a, const Tensor& b) {
     }
     all.push_back({stride, lo, hi});
   };
-  const int64_t a_bytes = cpu::size_of(dtype_of(a.scalar_type())), b_bytes = cpu::size_of(dtype_of(b.scalar_type()));
+  const int64_t a_bytes = size_of(dtype_of(a.scalar_type())), b_bytes = size_of(dtype_of(b.scalar_type()));
   for (int64_t d = 0; d < a.dim(); ++d) add(a.stride(d) * a_bytes, 0, a.size(d) - 1);
   for (int64_t d = 0; d < b.dim(); ++d) add(b.stride(d) * b_bytes, 1 - b.size(d), 0);
   add(1, 1 - b_bytes, a_bytes - 1);

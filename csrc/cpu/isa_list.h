@@ -14,12 +14,19 @@ struct TileShape {
 
 }  // namespace attn_ext::cpu
 
-// All of them, whatever the platform, best first.
+// All of them, whatever the platform, best first. (The tests of the CUDA kernels put those, run by a simulator, in their
+// place: tests/cuda_sim.)
 namespace attn_ext::cpu {
+#if defined(ATTN_EXT_CUDA_SIM)
+inline constexpr const char* kAllIsas[] = {"cuda_sim"};
+#else
 inline constexpr const char* kAllIsas[] = {"avx512", "avx2", "neon", "scalar"};
-}
+#endif
+}  // namespace attn_ext::cpu
 
-#if defined(__x86_64__)
+#if defined(ATTN_EXT_CUDA_SIM)
+#define ATTN_EXT_FOR_EACH_ISA(X) X(cuda_sim)
+#elif defined(__x86_64__)
 #define ATTN_EXT_FOR_EACH_ISA(X) X(avx512) X(avx2) X(scalar)
 #elif defined(__aarch64__)
 #define ATTN_EXT_FOR_EACH_ISA(X) X(neon) X(scalar)

@@ -8,7 +8,7 @@
 
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
-#include "cpu/problem.h"
+#include "positions.h"
 #include "cpu/scratch.h"
 #include "testing.h"
 

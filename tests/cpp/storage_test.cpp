@@ -1,5 +1,5 @@
 // The scalar conversions of the 16-bit formats, for all 65536 values and around every rounding boundary.
-#include "cpu/storage.h"
+#include "storage.h"
 
 #include <bit>
 #include <cmath>
@@ -10,9 +10,6 @@
 namespace attn_ext::test {
 namespace {
 
-using cpu::bf16;
-using cpu::f16;
-
 struct Format {
   const char* name;
   int exponent_bits, fraction_bits;
@@ -21,8 +18,8 @@ struct Format {
 };
 
 const Format kFormats[] = {
-    {"bfloat16", 8, 7, [](uint16_t x) { return cpu::to_float(bf16{x}); }, [](float x) { return cpu::to_bf16(x).bits; }},
-    {"float16", 5, 10, [](uint16_t x) { return cpu::to_float(f16{x}); }, [](float x) { return cpu::to_f16(x).bits; }},
+    {"bfloat16", 8, 7, [](uint16_t x) { return to_float(bf16{x}); }, [](float x) { return to_bf16(x).bits; }},
+    {"float16", 5, 10, [](uint16_t x) { return to_float(f16{x}); }, [](float x) { return to_f16(x).bits; }},
 };
 
 // The value of a non-negative finite pattern, and of the pattern one past the largest finite one (where Inf begins to
@@ -102,12 +99,12 @@ TEST(storage, beyond_the_range) {
 }
 
 TEST(storage, convert) {
-  CHECK((cpu::convert_to<bf16>(1.0).bits == 0x3f80), "1.0 as bfloat16");
-  CHECK((cpu::convert_to<f16>(1.0f).bits == 0x3c00), "1.0 as float16");
-  CHECK((cpu::convert_to<float>(0.1) == 0.1f), "0.1 as float32");
-  CHECK((cpu::convert_to<double>(0.1) == 0.1), "0.1 as float64");
-  CHECK((cpu::convert_from<double>(f16{0x3555}) == 0.333251953125), "a float16 as double");
-  CHECK((cpu::convert_from<float>(0.1) == 0.1f), "a double as float");
+  CHECK((convert_to<bf16>(1.0).bits == 0x3f80), "1.0 as bfloat16");
+  CHECK((convert_to<f16>(1.0f).bits == 0x3c00), "1.0 as float16");
+  CHECK((convert_to<float>(0.1) == 0.1f), "0.1 as float32");
+  CHECK((convert_to<double>(0.1) == 0.1), "0.1 as float64");
+  CHECK((convert_from<double>(f16{0x3555}) == 0.333251953125), "a float16 as double");
+  CHECK((convert_from<float>(0.1) == 0.1f), "a double as float");
 }
 
 }  // namespace

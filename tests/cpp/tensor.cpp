@@ -10,8 +10,8 @@
 #include <sys/mman.h>
 #endif
 
-#include "cpu/problem.h"
-#include "cpu/storage.h"
+#include "positions.h"
+#include "storage.h"
 #include "testing.h"
 
 namespace attn_ext::test {
@@ -68,7 +68,7 @@ Tensor::Tensor(DType dtype, const Index& sizes, Layout layout) : dtype_(dtype), 
   }
   if (elements() == 0) span_ = 0;
 
-  const size_t bytes = static_cast<size_t>((first_ + span_) * cpu::size_of(dtype)) + 2 * kGuard;
+  const size_t bytes = static_cast<size_t>((first_ + span_) * size_of(dtype)) + 2 * kGuard;
 #if defined(__unix__) || defined(__APPLE__)
   if (bytes > size_t{1} << 30) {  // address space only; the pages that nobody touches never exist
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -82,7 +82,7 @@ Tensor::Tensor(DType dtype, const Index& sizes, Layout layout) : dtype_(dtype), 
   std::memset(memory_.get(), kPoison, bytes);
 }
 
-char* Tensor::data() const { return memory_.get() + kGuard + first_ * cpu::size_of(dtype_); }
+char* Tensor::data() const { return memory_.get() + kGuard + first_ * size_of(dtype_); }
 
 int64_t Tensor::elements() const {
   int64_t count = 1;
@@ -91,7 +91,7 @@ int64_t Tensor::elements() const {
 }
 
 double Tensor::get_at(int64_t offset) const {
-  const char* at = data() + offset * cpu::size_of(dtype_);
+  const char* at = data() + offset * size_of(dtype_);
   const auto read = [at]<class T>(T x) {
     std::memcpy(&x, at, sizeof x);
     return x;
@@ -102,16 +102,16 @@ double Tensor::get_at(int64_t offset) const {
     case DType::float32:
       return static_cast<double>(read(0.0f));
     case DType::bfloat16:
-      return static_cast<double>(cpu::to_float(read(cpu::bf16{})));
+      return static_cast<double>(to_float(read(bf16{})));
     case DType::float16:
-      return static_cast<double>(cpu::to_float(read(cpu::f16{})));
+      return static_cast<double>(to_float(read(f16{})));
     default:
       return read(uint8_t{}) != 0 ? 1.0 : 0.0;
   }
 }
 
 void Tensor::set_at(int64_t offset, double x) {
-  char* at = data() + offset * cpu::size_of(dtype_);
+  char* at = data() + offset * size_of(dtype_);
   const auto write = [at](auto value) { std::memcpy(at, &value, sizeof value); };
   switch (dtype_) {
     case DType::float64:
@@ -119,9 +119,9 @@ void Tensor::set_at(int64_t offset, double x) {
     case DType::float32:
       return write(static_cast<float>(x));
     case DType::bfloat16:
-      return write(cpu::to_bf16(static_cast<float>(x)));
+      return write(to_bf16(static_cast<float>(x)));
     case DType::float16:
-      return write(cpu::to_f16(static_cast<float>(x)));
+      return write(to_f16(static_cast<float>(x)));
     default:
       return write(static_cast<uint8_t>(x != 0));
   }
@@ -146,13 +146,13 @@ TensorView Tensor::view() const {
 
 TensorView Tensor::view_from(int64_t b0, int64_t b1, int64_t h, int64_t l, int64_t d) const {
   TensorView v = view();
-  if (v) v.data = data() + offset(b0, b1, h, l, d) * cpu::size_of(dtype_);
+  if (v) v.data = data() + offset(b0, b1, h, l, d) * size_of(dtype_);
   return v;
 }
 
 bool Tensor::poison_intact() const {
   if (!memory_ || memory_.get_deleter().mapped != 0) return true;
-  const int64_t size = cpu::size_of(dtype_);
+  const int64_t size = size_of(dtype_);
   const size_t bytes = static_cast<size_t>((first_ + span_) * size) + 2 * kGuard;
   std::vector<bool> used(bytes);
   for_each([&](int64_t b0, int64_t b1, int64_t h, int64_t l, int64_t d) {

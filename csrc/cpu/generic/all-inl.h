@@ -5,7 +5,6 @@
 #include "cpu/generic/math-inl.h"
 #include "cpu/generic/gemm-inl.h"
 #include "cpu/generic/pack-inl.h"
-#include "cpu/generic/philox-inl.h"
 #include "cpu/generic/scores-inl.h"
 #include "cpu/generic/direct-inl.h"
 #include "cpu/generic/forward-inl.h"

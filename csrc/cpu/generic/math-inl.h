@@ -4,12 +4,6 @@
 namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
 namespace {
 
-inline constexpr double kLog2e = 1.4426950408889634074;
-inline constexpr double kLn2 = 0.6931471805599453094;
-
-template <class T>
-inline constexpr T kInfinity = std::numeric_limits<T>::infinity();
-
 // Polynomials of 2^f on [-½, ½], highest power first: minimax for the relative error, 1.9e-9 in fp32, 4.1e-20 in fp64, both
 // below the rounding of their evaluation. The last coefficient is exactly 1.
 template <class T>

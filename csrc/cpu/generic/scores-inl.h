@@ -5,30 +5,6 @@
 namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
 namespace {
 
-// The call's constants as T. In plain calls scores stay raw q·k and c = |scale|·log2e turns differences into powers
-// of two; the sign of a negative scale goes into q. With a bias, cap, sink or zero scale they are held scaled, c = log2e.
-template <class T>
-struct ScoreUnits {
-  bool scaled;
-  T q_factor;  // what q is multiplied by when it is packed: 1 or −1, exact
-  T scale;     // applied to q·k where `scaled`
-  T c;         // softmax weights are exp2((x − max x) · c)
-  T unit;      // lse = max x · unit + ln(sum)
-
-  explicit ScoreUnits(const AttentionParams& p)
-      : scaled(p.scores_are_scaled()),
-        q_factor(!scaled && p.scale < 0 ? T(-1) : T(1)),
-        scale(static_cast<T>(p.scale)),
-        c(static_cast<T>(scaled ? kLog2e : std::fabs(p.scale) * kLog2e)),
-        unit(static_cast<T>(scaled ? 1.0 : std::fabs(p.scale))) {}
-};
-
-// Which row of which tensor a row of scores is, and the keys it may see by position.
-struct ScoreRow {
-  int64_t b = 0, h = 0, i = 0;
-  KeyRange keys;
-};
-
 // A stretch of scores of one row: x[j − start] for keys j in [from, to), both multiples of the vector width from
 // start on. Keys at and past `end` are padding.
 struct Stretch {
@@ -124,6 +100,16 @@ inline void finish_scores(const AttentionParams& p, const ScoreUnits<T>& units, 
   const int64_t lo = std::clamp(row.keys.lo, s.from, s.to), hi = std::clamp(row.keys.hi, lo, s.to);
   std::fill(x + from, x + (lo - s.start), -kInfinity<T>);
   std::fill(x + (hi - s.start), x + to, -kInfinity<T>);
+}
+
+// Writes to keep[0 … count) whether the weights of keys first … of row (b, h, i) stay. `first` is a multiple of 8 and
+// keep has room for count rounded up to 8.
+inline void dropout_keep(uint64_t seed, uint32_t threshold, int64_t b, int64_t h, int64_t i, int64_t first,
+                         int64_t count, uint8_t* keep) {
+  for (int64_t j = 0; j < count; j += 8) {
+    const uint32_t kept = dropout_kept(seed, threshold, b, h, i, first + j);
+    for (int e = 0; e < 8; ++e) keep[j + e] = static_cast<uint8_t>(kept >> e & 1u);
+  }
 }
 
 // Whether the mask hides every key of [first, first + count) from every row of batch entry b: only asked of masks that

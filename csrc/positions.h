@@ -8,9 +8,9 @@
 
 #include "params.h"
 
-namespace attn_ext::cpu {
+namespace attn_ext {
 
-inline int64_t size_of(DType dtype) {
+ATTN_EXT_SHARED inline int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::float64:
       return 8;
@@ -24,19 +24,20 @@ inline int64_t size_of(DType dtype) {
   }
 }
 
-inline int64_t batch_offset(const TensorView& t, int64_t batch_inner, int64_t b) {
+ATTN_EXT_SHARED inline int64_t batch_offset(const TensorView& t, int64_t batch_inner, int64_t b) {
   if (b < batch_inner) return b * t.stride_b1;  // spares two divisions a row in all but 5-D calls
   return b / batch_inner * t.stride_b0 + b % batch_inner * t.stride_b1;
 }
 
 // The address of element (b, h, l, d).
-inline char* address(const TensorView& t, int64_t batch_inner, int64_t b, int64_t h, int64_t l, int64_t d = 0) {
+ATTN_EXT_SHARED inline char* address(const TensorView& t, int64_t batch_inner, int64_t b, int64_t h, int64_t l,
+                                     int64_t d = 0) {
   const int64_t offset = batch_offset(t, batch_inner, b) + h * t.stride_h + l * t.stride_l + d * t.stride_d;
   return static_cast<char*>(t.data) + offset * size_of(t.dtype);
 }
 
 template <class T>
-inline T* row_address(const RowView& rows, int64_t b, int64_t h) {
+ATTN_EXT_SHARED inline T* row_address(const RowView& rows, int64_t b, int64_t h) {
   return static_cast<T*>(rows.data) + b * rows.stride_b + h * rows.stride_h;
 }
 
@@ -50,7 +51,7 @@ struct Sequence {
 };
 
 // Packed tensors have no batch dim: their view's batch strides are 0 and q_row, k_row do the work.
-inline Sequence sequence_of(const AttentionParams& p, int64_t b) {
+ATTN_EXT_SHARED inline Sequence sequence_of(const AttentionParams& p, int64_t b) {
   Sequence s;
   s.b = b;
   s.Lq = p.cu_q ? p.cu_q[b + 1] - p.cu_q[b] : p.Lq;
@@ -64,8 +65,8 @@ inline Sequence sequence_of(const AttentionParams& p, int64_t b) {
 }
 
 // The row of position j of sequence b in a cache (or plain tensor), for one head.
-inline char* cache_row(const CacheLayout& layout, const TensorView& view, int64_t batch_inner, int64_t b, int64_t h,
-                       int64_t j) {
+ATTN_EXT_SHARED inline char* cache_row(const CacheLayout& layout, const TensorView& view, int64_t batch_inner,
+                                       int64_t b, int64_t h, int64_t j) {
   if (layout.block_table != nullptr) {
     const int64_t block = layout.block_table[b * layout.table_stride + j / layout.page_size];
     const int64_t offset = block * view.stride_b1 + h * view.stride_h + j % layout.page_size * view.stride_l;
@@ -76,8 +77,8 @@ inline char* cache_row(const CacheLayout& layout, const TensorView& view, int64_
 
 // Calls f(j, count, row) for each run of positions j, j + 1 … of [begin, end) whose rows lie stride_l apart.
 template <class F>
-inline void for_each_run(const CacheLayout& layout, const TensorView& view, int64_t batch_inner, int64_t b, int64_t h,
-                         int64_t begin, int64_t end, F&& f) {
+ATTN_EXT_SHARED inline void for_each_run(const CacheLayout& layout, const TensorView& view, int64_t batch_inner,
+                                         int64_t b, int64_t h, int64_t begin, int64_t end, F&& f) {
   const int64_t period = layout.block_table != nullptr ? layout.page_size : layout.ring;
   for (int64_t j = begin; j < end;) {
     const int64_t stop = period > 0 ? std::min(end, (j / period + 1) * period) : end;
@@ -87,8 +88,8 @@ inline void for_each_run(const CacheLayout& layout, const TensorView& view, int6
 }
 
 // rows[j - begin] = the row of position j, for j in [begin, end).
-inline void cache_rows(const CacheLayout& layout, const TensorView& view, int64_t batch_inner, int64_t b, int64_t h,
-                       int64_t begin, int64_t end, const char** rows) {
+ATTN_EXT_SHARED inline void cache_rows(const CacheLayout& layout, const TensorView& view, int64_t batch_inner,
+                                       int64_t b, int64_t h, int64_t begin, int64_t end, const char** rows) {
   const int64_t stride = view.stride_l * size_of(view.dtype);
   for_each_run(layout, view, batch_inner, b, h, begin, end, [&](int64_t j, int64_t count, const char* row) {
     for (const int64_t stop = j + count; j < stop; ++j, row += stride) rows[j - begin] = row;
@@ -96,7 +97,7 @@ inline void cache_rows(const CacheLayout& layout, const TensorView& view, int64_
 }
 
 // The key that query row i is aligned with.
-inline int64_t aligned_key(const AttentionParams& p, const Sequence& s, int64_t i) {
+ATTN_EXT_SHARED inline int64_t aligned_key(const AttentionParams& p, const Sequence& s, int64_t i) {
   return (p.row_positions ? p.row_positions[i] : i) + s.diagonal;
 }
 
@@ -104,11 +105,11 @@ inline int64_t aligned_key(const AttentionParams& p, const Sequence& s, int64_t 
 struct KeyRange {
   int64_t lo = 0, hi = 0;
 
-  bool empty() const { return lo >= hi; }
+  ATTN_EXT_SHARED bool empty() const { return lo >= hi; }
 };
 
 // What causal, window and key length let row i see. Masks and biases hide more, later.
-inline KeyRange visible_keys(const AttentionParams& p, const Sequence& s, int64_t i) {
+ATTN_EXT_SHARED inline KeyRange visible_keys(const AttentionParams& p, const Sequence& s, int64_t i) {
   const int64_t center = aligned_key(p, s, i);
   KeyRange r{0, s.visible_length};
   if (p.causal != Causal::none) r.hi = std::min(r.hi, center + 1);
@@ -118,4 +119,4 @@ inline KeyRange visible_keys(const AttentionParams& p, const Sequence& s, int64_
   return r;
 }
 
-}  // namespace attn_ext::cpu
+}  // namespace attn_ext

@@ -6,7 +6,9 @@
 #include <limits>
 #include <type_traits>
 
-namespace attn_ext::cpu {
+#include "params.h"
+
+namespace attn_ext {
 
 struct bf16 {
   uint16_t bits;
@@ -16,9 +18,9 @@ struct f16 {
   uint16_t bits;
 };
 
-inline float to_float(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+ATTN_EXT_SHARED inline float to_float(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-inline float to_float(f16 x) {
+ATTN_EXT_SHARED inline float to_float(f16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t exponent = (x.bits >> 10) & 0x1fu;
   const uint32_t fraction = x.bits & 0x3ffu;
@@ -32,13 +34,13 @@ inline float to_float(f16 x) {
   return std::bit_cast<float>(sign | ((exponent + 112u) << 23) | (fraction << 13));
 }
 
-inline bf16 to_bf16(float x) {
+ATTN_EXT_SHARED inline bf16 to_bf16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
   return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 
-inline f16 to_f16(float x) {
+ATTN_EXT_SHARED inline f16 to_f16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -52,14 +54,14 @@ inline f16 to_f16(float x) {
   return {static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13))};
 }
 
-inline float to_float(int8_t x) { return x; }
-inline float to_float(float x) { return x; }
-inline double to_float(double x) { return x; }
+ATTN_EXT_SHARED inline float to_float(int8_t x) { return x; }
+ATTN_EXT_SHARED inline float to_float(float x) { return x; }
+ATTN_EXT_SHARED inline double to_float(double x) { return x; }
 
 // A finite double beyond float's range becomes float's largest number: as a bias it must stay huge and finite, for −Inf
 // means hidden.
 template <class Compute, class Storage>
-inline Compute convert_from(Storage x) {
+ATTN_EXT_SHARED inline Compute convert_from(Storage x) {
   if constexpr (std::is_same_v<Compute, float> && std::is_same_v<Storage, double>) {
     constexpr double largest = std::numeric_limits<float>::max();
     if (x > largest && x <= std::numeric_limits<double>::max()) return std::numeric_limits<float>::max();
@@ -69,7 +71,7 @@ inline Compute convert_from(Storage x) {
 }
 
 template <class Storage, class Compute>
-inline Storage convert_to(Compute x) {
+ATTN_EXT_SHARED inline Storage convert_to(Compute x) {
   if constexpr (sizeof(Storage) > 2) {
     return static_cast<Storage>(x);
   } else if constexpr (std::is_same_v<Storage, bf16>) {
@@ -79,4 +81,4 @@ inline Storage convert_to(Compute x) {
   }
 }
 
-}  // namespace attn_ext::cpu
+}  // namespace attn_ext

@@ -1,0 +1,108 @@
+// Everything in the kernels that only a GPU has: threads, barriers, exchanges within a warp, the two kinds of memory, the
+// launch. On a GPU each is an instruction or two. Where ATTN_EXT_CUDA_SIM is defined the same kernels are plain C++, and
+// tests/cuda_sim does what is asked for here and watches it.
+#pragma once
+
+#include <cstdint>
+
+namespace attn_ext::cuda {
+
+// Blocks of one launch, all along x. Kernels walk over what is beyond.
+inline constexpr int64_t kMostBlocks = 0x7fffffff;
+
+}  // namespace attn_ext::cuda
+
+#if defined(ATTN_EXT_CUDA_SIM)
+
+#include "cuda_sim/device.h"
+
+#else
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#define ATTN_EXT_KERNEL __global__
+#define ATTN_EXT_DEVICE __device__ __forceinline__
+#define ATTN_EXT_GRID_CONSTANT __grid_constant__
+// Before loops over a thread's own rows, keys and columns: arrays that are indexed by constants stay in registers.
+#define ATTN_EXT_UNROLL _Pragma("unroll")
+// Before loops whose bodies are long: unrolled they take registers (until they spill) and minutes of compiling.
+#define ATTN_EXT_ROLLED _Pragma("unroll 1")
+
+namespace attn_ext::cuda {
+
+// Where in the source an access stands: of use to the simulator only.
+struct Site {
+  __host__ __device__ static constexpr Site here() { return {}; }
+};
+
+using Stream = cudaStream_t;
+
+ATTN_EXT_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+ATTN_EXT_DEVICE int64_t block_index() { return blockIdx.x; }
+ATTN_EXT_DEVICE int64_t block_count() { return gridDim.x; }
+
+template <class T>
+ATTN_EXT_DEVICE T load_global(const T* at) {
+  return *at;
+}
+
+template <class T>
+ATTN_EXT_DEVICE void store_global(T* at, T value) {
+  *at = value;
+}
+
+ATTN_EXT_DEVICE char* shared_memory() {
+  extern __shared__ __align__(16) char memory[];
+  return memory;
+}
+
+template <class T>
+ATTN_EXT_DEVICE T load_shared(const T* at, Site = Site::here()) {
+  return *at;
+}
+
+template <class T>
+ATTN_EXT_DEVICE void store_shared(T* at, T value, Site = Site::here()) {
+  *at = value;
+}
+
+ATTN_EXT_DEVICE void sync_block(Site = Site::here()) { __syncthreads(); }
+ATTN_EXT_DEVICE bool sync_block_or(bool flag, Site = Site::here()) { return __syncthreads_or(flag) != 0; }
+
+template <class T>
+ATTN_EXT_DEVICE T shuffle_xor(T value, int lane_mask, Site = Site::here()) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// exp2f has 2 ulp and no fast-math flag turns it into less.
+ATTN_EXT_DEVICE float exp2_of(float x) { return exp2f(x); }
+ATTN_EXT_DEVICE double exp2_of(double x) { return exp2(x); }
+ATTN_EXT_DEVICE float fma_of(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+ATTN_EXT_DEVICE double fma_of(double a, double b, double c) { return __fma_rn(a, b, c); }
+
+inline void expect_success(const char* name, cudaError_t status) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(std::string("attn_ext: ") + name + ": " + cudaGetErrorString(status));
+}
+
+// The one place where kernels are launched.
+template <class... Args>
+inline void launch(const char* name, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes,
+                   Stream stream, const Args&... args) {
+  constexpr size_t kWithoutAsking = 48 * 1024;
+  if (shared_bytes > kWithoutAsking) {
+    expect_success(name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              static_cast<int>(shared_bytes)));
+  }
+  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), shared_bytes, stream>>>(args...);
+  expect_success(name, cudaGetLastError());
+}
+
+}  // namespace attn_ext::cuda
+
+#endif

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Compiles every CUDA kernel for real GPUs (no GPU needed) and fails where a kernel spills registers: scripts/cuda_compile.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+NVCC=${NVCC:-nvcc}
+OUT=build/cuda
+ARCHS=(80 90) # A100; H100, H200
+mkdir -p "$OUT"
+
+flags=(-std=c++20 -O3 --fmad=false --expt-relaxed-constexpr -Icsrc -Werror all-warnings -Xptxas -v -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas)
+for arch in "${ARCHS[@]}"; do flags+=(-gencode "arch=compute_$arch,code=sm_$arch"); done
+flags+=(-gencode "arch=compute_${ARCHS[-1]},code=compute_${ARCHS[-1]}")
+
+# The compiler's output of one source goes to its log; the sources are compiled side by side.
+compile_one() {
+  "$NVCC" "${flags[@]}" -c "$1" -o "$OUT/$(basename "$1" .cu).o" >"$OUT/$(basename "$1" .cu).log" 2>&1
+}
+sources=(csrc/cuda/*.cu)
+workers=()
+for source in "${sources[@]}"; do
+  while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do sleep 0.2; done
+  compile_one "$source" &
+  workers+=($!)
+done
+
+spilled=no
+for i in "${!sources[@]}"; do
+  source=${sources[$i]}
+  log=$OUT/$(basename "$source" .cu).log
+  if ! wait "${workers[$i]}"; then
+    cat "$log"
+    echo "$source does not compile" >&2
+    exit 1
+  fi
+  # ptxas says of each kernel: "Compiling entry function 'NAME' for 'sm_80'", then its spills, then its registers.
+  awk -v source="$source" '
+    /Compiling entry function/ { split($0, part, "\x27"); name = part[2]; arch = part[4] }
+    /bytes spill stores/ { spill = $0; sub(/^ */, "", spill) }
+    /Used [0-9]+ registers/ { match($0, /[0-9]+ registers/); print source ": " arch " " substr($0, RSTART, RLENGTH) ", " spill ": " name }
+  ' "$log" | (if command -v c++filt >/dev/null; then c++filt; else cat; fi) |
+    sed -e 's/attn_ext::cuda::(anonymous namespace):://g' -e 's/attn_ext::cuda:://g' -e 's/>(.*/>/'
+  if grep -qE '[1-9][0-9]* bytes spill (stores|loads)' "$log"; then spilled=yes; fi
+done
+if [ "$spilled" = yes ]; then
+  echo "a kernel spills registers" >&2
+  exit 1
+fi

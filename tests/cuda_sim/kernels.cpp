@@ -1,0 +1,161 @@
+// The CUDA kernels as one more ISA of the CPU's table: whatever is asked of the CPU's kernels (C++ tests, Python tests) can
+// be asked of these, run by the simulator. Each call allows its tensors, exactly from their first to their last element.
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "cpu/isa_list.h"
+#include "cuda/kernels.h"
+#include "positions.h"
+#include "simulator.h"
+
+namespace attn_ext::cpu::cuda_sim {
+namespace {
+
+using attn_ext::cuda_sim::Allow;
+
+class Allowed {
+ public:
+  // `counts` entries along each dim, outer batch first.
+  void tensor(const TensorView& view, const int64_t (&counts)[5], Allow::Access access) {
+    if (!view) return;
+    const int64_t strides[5] = {view.stride_b0, view.stride_b1, view.stride_h, view.stride_l, view.stride_d};
+    int64_t first = 0, last = 0;
+    for (int d = 0; d < 5; ++d) {
+      if (counts[d] == 0) return;
+      (strides[d] < 0 ? first : last) += (counts[d] - 1) * strides[d];
+    }
+    bytes(static_cast<const char*>(view.data) + first * size_of(view.dtype), (last - first + 1) * size_of(view.dtype),
+          access);
+  }
+
+  void rows(const RowView& rows, int64_t batch, int64_t heads, int64_t length, int64_t element, Allow::Access access) {
+    if (!rows || batch * heads * length == 0) return;
+    const int64_t count = (batch - 1) * rows.stride_b + (heads - 1) * rows.stride_h + length;
+    bytes(rows.data, count * element, access);
+  }
+
+  void bytes(const void* memory, int64_t count, Allow::Access access) {
+    if (memory != nullptr && count > 0) {
+      ranges_.push_back(std::make_unique<Allow>(memory, static_cast<size_t>(count), access));
+    }
+  }
+
+  // A cache: `batch` sequences of at most `length` positions, or the pages that their tables name.
+  void cache(const TensorView& view, const CacheLayout& layout, int64_t batch, int64_t inner, int64_t heads,
+             int64_t length, int64_t width, Allow::Access access) {
+    if (layout.block_table != nullptr) {
+      int64_t pages = 0;
+      const int64_t used = (length + layout.page_size - 1) / layout.page_size;
+      for (int64_t b = 0; b < batch; ++b) {
+        for (int64_t n = 0; n < std::min(used, layout.table_stride); ++n) {
+          pages = std::max<int64_t>(pages, layout.block_table[b * layout.table_stride + n] + 1);
+        }
+      }
+      return tensor(view, {1, pages, heads, layout.page_size, width}, access);
+    }
+    tensor(view, {batch / std::max<int64_t>(inner, 1), inner, heads, layout.ring > 0 ? layout.ring : length, width},
+           access);
+  }
+
+  void options(const AttentionParams& p) {
+    const int64_t outer = p.batch / std::max<int64_t>(p.batch_inner, 1);
+    const bool packed = p.cu_q != nullptr;
+    const int64_t q_rows = packed ? p.cu_q[p.batch] : p.Lq, k_rows = packed ? p.cu_k[p.batch] : p.Lk;
+    tensor(p.q, {packed ? 1 : outer, packed ? 1 : p.batch_inner, p.Hq, q_rows, p.D}, Allow::Access::read);
+    if (packed) {
+      tensor(p.k, {1, 1, p.Hkv, k_rows, p.D}, Allow::Access::read);
+      tensor(p.v, {1, 1, p.Hkv, k_rows, p.Dv}, Allow::Access::read);
+    } else {
+      cache(p.k, p.layout, p.batch, p.batch_inner, p.Hkv, k_rows, p.D, Allow::Access::read);
+      cache(p.v, p.layout, p.batch, p.batch_inner, p.Hkv, k_rows, p.Dv, Allow::Access::read);
+      cache(p.scales.k, p.layout, p.batch, p.batch_inner, p.Hkv, k_rows, 1, Allow::Access::read);
+      cache(p.scales.v, p.layout, p.batch, p.batch_inner, p.Hkv, k_rows, 1, Allow::Access::read);
+    }
+    for (const TensorView* view : {&p.mask, &p.bias[0], &p.bias[1]}) {
+      tensor(*view, {outer, p.batch_inner, p.Hq, p.Lq, p.Lk}, Allow::Access::read);
+    }
+    const int64_t slopes = p.alibi_stride_b > 0 ? p.batch * p.Hq : p.Hq;
+    bytes(p.alibi_slopes, slopes * int64_t{sizeof(float)}, Allow::Access::read);
+    bytes(p.sinks, p.Hq * int64_t{sizeof(double)}, Allow::Access::read);
+  }
+
+ private:
+  std::vector<std::unique_ptr<Allow>> ranges_;
+};
+
+}  // namespace
+
+void forward(const ForwardParams& p, const Parallel&) {
+  Allowed allowed;
+  allowed.options(p);
+  const int64_t outer = p.batch / std::max<int64_t>(p.batch_inner, 1), total = p.cu_q ? p.cu_q[p.batch] : 0;
+  if (p.cu_q) {
+    allowed.tensor(p.out, {1, 1, p.Hq, total, p.Dv}, Allow::Access::read_write);
+  } else {
+    allowed.tensor(p.out, {outer, p.batch_inner, p.Hq, p.Lq, p.Dv}, Allow::Access::read_write);
+  }
+  const int64_t element = p.q.dtype == DType::float64 ? 8 : 4;
+  for (const RowView* rows : {&p.lse, &p.row_max, &p.row_sum}) {
+    allowed.rows(*rows, p.cu_q ? 1 : p.batch, p.Hq, p.cu_q ? total : p.Lq, element, Allow::Access::read_write);
+  }
+  cuda::forward(p, nullptr);
+}
+
+void backward(const BackwardParams& p, const Parallel&) {
+  Allowed allowed;
+  allowed.options(p);
+  const bool packed = p.cu_q != nullptr;
+  const int64_t outer = packed ? 1 : p.batch / std::max<int64_t>(p.batch_inner, 1), inner = packed ? 1 : p.batch_inner;
+  const int64_t q_rows = packed ? p.cu_q[p.batch] : p.Lq, k_rows = packed ? p.cu_k[p.batch] : p.Lk;
+  const int64_t batch = packed ? 1 : p.batch, element = p.q.dtype == DType::float64 ? 8 : 4;
+  allowed.tensor(p.out, {outer, inner, p.Hq, q_rows, p.Dv}, Allow::Access::read);
+  allowed.tensor(p.grad_out, {outer, inner, p.Hq, q_rows, p.Dv}, Allow::Access::read);
+  for (const RowView* rows : {&p.grad_lse, &p.row_max, &p.row_sum}) {
+    allowed.rows(*rows, batch, p.Hq, q_rows, element, Allow::Access::read);
+  }
+  allowed.tensor(p.dq, {outer, inner, p.Hq, q_rows, p.D}, Allow::Access::read_write);
+  allowed.tensor(p.dk, {outer, inner, p.Hkv, k_rows, p.D}, Allow::Access::read_write);
+  allowed.tensor(p.dv, {outer, inner, p.Hkv, k_rows, p.Dv}, Allow::Access::read_write);
+  for (const TensorView& view : p.dbias) {
+    allowed.tensor(view, {outer, inner, p.Hq, p.Lq, p.Lk}, Allow::Access::read_write);
+  }
+  allowed.bytes(p.dsinks, p.Hq * int64_t{sizeof(double)}, Allow::Access::read_write);
+  std::vector<char> delta(static_cast<size_t>(batch * p.Hq * q_rows * element) + 8);
+  allowed.bytes(delta.data(), batch * p.Hq * q_rows * element, Allow::Access::read_write);
+  cuda::backward(p, delta.data(), nullptr);
+}
+
+void weights(const WeightsParams& p, const Parallel&) {
+  Allowed allowed;
+  allowed.options(p);
+  const int64_t outer = p.batch / std::max<int64_t>(p.batch_inner, 1), element = p.q.dtype == DType::float64 ? 8 : 4;
+  allowed.tensor(p.weights, {outer, p.batch_inner, p.Hq, p.Lq, p.Lk}, Allow::Access::read_write);
+  allowed.rows(p.row_max, p.batch, p.Hq, p.Lq, element, Allow::Access::read);
+  allowed.rows(p.row_sum, p.batch, p.Hq, p.Lq, element, Allow::Access::read);
+  cuda::weights(p, nullptr);
+}
+
+void append(const AppendParams& p, const Parallel&) {
+  Allowed allowed;
+  const int64_t total = p.cu ? p.cu[p.batch] : p.n;
+  int64_t end = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    end = std::max(end, p.positions[b] + (p.cu ? p.cu[b + 1] - p.cu[b] : p.n));
+  }
+  allowed.tensor(p.from, {1, p.cu ? 1 : p.batch, p.heads, total, p.D}, Allow::Access::read);
+  if (p.to_packed) {
+    allowed.tensor(p.to, {1, p.cu ? 1 : p.batch, p.heads, total, p.D}, Allow::Access::read_write);
+  } else {
+    allowed.cache(p.to, p.layout, p.batch, p.batch, p.heads, end, p.D, Allow::Access::read_write);
+    allowed.cache(p.scale, p.layout, p.batch, p.batch, p.heads, end, 1, Allow::Access::read_write);
+  }
+  const int64_t element = p.from.dtype == DType::float64 ? 8 : 4, pairs = p.rotary_dim / 2;
+  allowed.bytes(p.cos, ((end - 1) * p.cos_stride + pairs) * element, Allow::Access::read);
+  allowed.bytes(p.sin, ((end - 1) * p.sin_stride + pairs) * element, Allow::Access::read);
+  cuda::append(p, nullptr);
+}
+
+TileShape tile(bool) { return {64, 32}; }
+
+}  // namespace attn_ext::cpu::cuda_sim

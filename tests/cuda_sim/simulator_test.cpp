@@ -1,0 +1,198 @@
+// The simulator must be able to fail: kernels with one fault each, and what it says of them.
+#include "simulator.h"
+
+#include <array>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "cuda/primitives.cuh"
+#include "testing.h"
+
+namespace attn_ext::cuda {
+namespace {
+
+using cuda_sim::Allow;
+using cuda_sim::FaultKind;
+using cuda_sim::kWarpSize;
+
+// Runs `body` in one block of 64 threads with 1 KB of shared memory, and expects a fault that says `says`.
+void expect_fault(const char* name, FaultKind kind, const char* says, const std::function<void()>& body) {
+  try {
+    cuda_sim::run({name, 1, 64, 1024}, body);
+  } catch (const cuda_sim::Fault& fault) {
+    CHECK(fault.kind == kind, "%s: %s instead of %s: %s", name, cuda_sim::name_of(fault.kind), cuda_sim::name_of(kind),
+          fault.what());
+    CHECK(std::string(fault.what()).find(says) != std::string::npos, "%s: '%s' does not say '%s'", name, fault.what(),
+          says);
+    return;
+  }
+  attn_ext::test::fail(__FILE__, __LINE__, "%s: no fault", name);
+}
+
+float* shared() { return reinterpret_cast<float*>(shared_memory()); }
+
+// Every thread passes a number to its neighbour of the next warp.
+void pass_on(bool with_barrier, float* out) {
+  const int t = thread_index();
+  store_shared(shared() + t, static_cast<float>(t));
+  if (with_barrier) sync_block();
+  store_global(out + t, load_shared(shared() + (t + kWarpSize) % 64));
+}
+
+TEST(simulator, runs_what_is_right) {
+  std::array<float, 64> out{};
+  const Allow allow(out.data(), sizeof out, Allow::Access::read_write);
+  cuda_sim::reset_statistics(true);
+  cuda_sim::run({"right", 3, 64, 1024}, [&] { pass_on(true, out.data()); });
+  for (int t = 0; t < 64; ++t) CHECK(out[static_cast<size_t>(t)] == static_cast<float>((t + 32) % 64), "thread %d", t);
+  const cuda_sim::Statistics s = cuda_sim::statistics();
+  CHECK(s.launches == 1 && s.blocks == 3 && s.global_stores == 192 && s.global_loads == 0, "counted %ld, %ld, %ld, %ld",
+        long(s.launches), long(s.blocks), long(s.global_stores), long(s.global_loads));
+  CHECK(s.shared_accesses == 3 * 4 && s.bank_conflicts == 0, "counted %ld accesses, %ld conflicts",
+        long(s.shared_accesses), long(s.bank_conflicts));
+}
+
+TEST(simulator, missing_barrier) {
+  std::array<float, 64> out{};
+  const Allow allow(out.data(), sizeof out, Allow::Access::read_write);
+  // Whichever runs first: the reader finds nothing written, or the writer's number without a barrier.
+  for (int attempt = 0; attempt < 4; ++attempt) {
+    try {
+      cuda_sim::run({"no barrier", attempt + 1, 64, 1024}, [&] { pass_on(false, out.data()); });
+      attn_ext::test::fail(__FILE__, __LINE__, "a missing barrier was not seen");
+    } catch (const cuda_sim::Fault& fault) {
+      CHECK(fault.kind == FaultKind::race || fault.kind == FaultKind::uninitialized, "%s", fault.what());
+    }
+  }
+  expect_fault("two writers", FaultKind::race, "wrote with no barrier in between",
+               [] { store_shared(shared(), 1.0f); });
+  expect_fault("read, then written", FaultKind::race, "read with no barrier in between", [] {
+    if (thread_index() == 0) store_shared(shared(), 1.0f);
+    sync_block();
+    const float x = load_shared(shared());
+    if (thread_index() == 40) store_shared(shared(), x + 1);
+  });
+  expect_fault("read by a lane, written by another", FaultKind::race, "with no barrier in between", [] {
+    if (thread_index() == 0) store_shared(shared(), 1.0f);
+    sync_block();
+    if (thread_index() < 3) store_shared(shared() + 1 + thread_index(), load_shared(shared()));
+    if (thread_index() == 1) store_shared(shared(), 2.0f);
+  });
+}
+
+TEST(simulator, exchanges_order_a_warp) {
+  std::array<float, 64> out{};
+  const Allow allow(out.data(), sizeof out, Allow::Access::read_write);
+  cuda_sim::run({"a warp among itself", 1, 64, 1024}, [&] {
+    const int t = thread_index();
+    store_shared(shared() + t, static_cast<float>(t));
+    shuffle_xor(0, 1);
+    store_global(out.data() + t, load_shared(shared() + (t ^ 5)));
+  });
+  CHECK(out[9] == 12.0f, "lane 9 got %g", static_cast<double>(out[9]));
+  for (int mask : {1, 2, 4, 8, 16}) {
+    cuda_sim::run({"exchange", 1, 64, 0}, [&] {
+      const double got = shuffle_xor(static_cast<double>(thread_index()), mask);
+      store_global(out.data() + thread_index(), static_cast<float>(got));
+    });
+    for (int t = 0; t < 64; ++t) CHECK(out[static_cast<size_t>(t)] == static_cast<float>(t ^ mask), "lane %d", t);
+  }
+}
+
+TEST(simulator, uninitialized) {
+  expect_fault("nothing there", FaultKind::uninitialized, "reads shared byte 8, which nothing wrote",
+               [] { load_shared(shared() + 2); });
+}
+
+TEST(simulator, out_of_bounds) {
+  std::array<float, 8> memory{};
+  const Allow allow(memory.data(), sizeof memory, Allow::Access::read_write);
+  const std::array<float, 8> constant{};
+  const Allow read_only(constant.data(), sizeof constant, Allow::Access::read);
+  expect_fault("past the end", FaultKind::out_of_bounds, "writes 4 bytes of global memory",
+               [&] { store_global(memory.data() + thread_index(), 0.0f); });
+  expect_fault("before the start", FaultKind::out_of_bounds, "reads 4 bytes of global memory",
+               [&] { load_global(memory.data() - 1); });
+  expect_fault("into an input", FaultKind::out_of_bounds, "writes 4 bytes of global memory",
+               [&] { store_global(const_cast<float*>(constant.data()), 1.0f); });
+  expect_fault("shared memory", FaultKind::out_of_bounds, "shared bytes 1024 … 1027 of 1024",
+               [] { store_shared(shared() + 256, 0.0f); });
+}
+
+TEST(simulator, misaligned) {
+  alignas(8) std::array<float, 8> memory{};
+  const Allow allow(memory.data(), sizeof memory, Allow::Access::read_write);
+  expect_fault("global", FaultKind::misaligned, "no multiple",
+               [&] { load_global(reinterpret_cast<const double*>(memory.data() + 1)); });
+  expect_fault("shared", FaultKind::misaligned, "8 bytes of shared memory at offset 4",
+               [] { store_shared(reinterpret_cast<double*>(shared() + 1), 0.0); });
+}
+
+TEST(simulator, divergent_barrier) {
+  expect_fault("one warp leaves", FaultKind::divergent_barrier, "is at the end of the kernel", [] {
+    if (thread_index() >= kWarpSize) return;
+    sync_block();
+  });
+  expect_fault("two barriers", FaultKind::divergent_barrier, "waits at the barrier of simulator_test.cpp", [] {
+    if (thread_index() < kWarpSize) {
+      sync_block();
+    } else {
+      sync_block();
+    }
+  });
+}
+
+TEST(simulator, divergent_warp) {
+  expect_fault("half a warp", FaultKind::divergent_warp, "waits for its warp at simulator_test.cpp", [] {
+    if (thread_index() % 2 == 0) shuffle_xor(1, 2);
+  });
+  expect_fault("two exchanges", FaultKind::divergent_warp, "waits for its warp at simulator_test.cpp", [] {
+    if (thread_index() % 2 == 0) {
+      shuffle_xor(1, 2);
+    } else {
+      shuffle_xor(1, 2);
+    }
+  });
+}
+
+TEST(simulator, bank_conflicts) {
+  const auto conflicts = [](int stride) {
+    cuda_sim::reset_statistics(true);
+    cuda_sim::run({"strided", 1, 32, 32 * 32 * 4}, [&] { store_shared(shared() + thread_index() * stride, 1.0f); });
+    return cuda_sim::statistics().bank_conflicts;
+  };
+  CHECK(conflicts(1) == 0 && conflicts(3) == 0, "odd strides: %ld, %ld", long(conflicts(1)), long(conflicts(3)));
+  CHECK(conflicts(2) == 1 && conflicts(8) == 7 && conflicts(32) == 31, "even strides: %ld, %ld, %ld",
+        long(conflicts(2)), long(conflicts(8)), long(conflicts(32)));
+  cuda_sim::reset_statistics(true);
+  cuda_sim::run({"one word for all", 1, 32, 256}, [&] {
+    if (thread_index() == 0) store_shared(shared(), 1.0f);
+    shuffle_xor(0, 1);
+    load_shared(shared());
+  });
+  CHECK(cuda_sim::statistics().bank_conflicts == 0, "a word that all lanes read");
+  struct alignas(16) Four {
+    float x[4];
+  };
+  cuda_sim::reset_statistics(true);
+  cuda_sim::run({"vectors", 1, 32, 512 * 2},
+                [&] { store_shared(reinterpret_cast<Four*>(shared()) + thread_index(), Four{}); });
+  CHECK(cuda_sim::statistics().shared_accesses == 4 && cuda_sim::statistics().bank_conflicts == 0,
+        "16 bytes a lane: %ld accesses, %ld conflicts", long(cuda_sim::statistics().shared_accesses),
+        long(cuda_sim::statistics().bank_conflicts));
+}
+
+TEST(simulator, bad_launches) {
+  for (const auto& [blocks, threads] : std::vector<std::array<int64_t, 2>>{{0, 32}, {1, 0}, {1, 33}, {1, 2048}}) {
+    try {
+      cuda_sim::run({"launch", blocks, static_cast<int>(threads), 0}, [] {});
+      attn_ext::test::fail(__FILE__, __LINE__, "%ld blocks of %ld threads ran", long(blocks), long(threads));
+    } catch (const cuda_sim::Fault& fault) {
+      CHECK(fault.kind == FaultKind::bad_launch, "%s", fault.what());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace attn_ext::cuda
