@@ -69,8 +69,8 @@ struct Statistics {
   int64_t launches = 0, blocks = 0;
   int64_t global_loads = 0, global_stores = 0;  // one a thread
   // Where reset_statistics asked for them (they take a third of the time).
-  int64_t shared_accesses = 0;                  // one a warp, and a phase of it where lanes take 8 or 16 bytes
-  int64_t bank_conflicts = 0;                   // passes beyond the first that a bank had to make for such an access
+  int64_t shared_accesses = 0;  // one a warp, and a phase of it where lanes take 8 or 16 bytes
+  int64_t bank_conflicts = 0;   // passes beyond the first that a bank had to make for such an access
 };
 
 // Runs `body` once a thread. Throws the first Fault.
