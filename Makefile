@@ -9,7 +9,7 @@
 #   make real-models      two real models in transformers: tests, then python -m bench model (downloads 180 MB)
 #   make cpp-test         the kernels without torch (CMake, ctest)
 #   make sanitize         the same under ASan + UBSan, then under TSan
-#   make aarch64          the same for NEON, under qemu-aarch64
+#   make aarch64          the same for NEON, under qemu-aarch64 (every third generated case)
 #   make avx512-emulated  the same with AVX-512 emulated by SIMDe
 #   make no-avx           the same on a CPU without AVX (qemu-x86_64)
 #   make cuda-sim         the CUDA kernels, run on the CPU by a simulator (needs Boost.Context)

@@ -4,6 +4,7 @@
 // Dv head dim of v and out. Strides are in elements, never bytes. Query head h reads key/value head h / (Hq / Hkv).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 
@@ -12,6 +13,16 @@
 #define ATTN_EXT_SHARED __host__ __device__
 #else
 #define ATTN_EXT_SHARED
+#endif
+
+// Says that `bytes` at `at` are about to be read: heard by the simulator of the CUDA kernels only.
+#if defined(ATTN_EXT_CUDA_SIM)
+namespace attn_ext::cuda_sim {
+void watch_read(const void* at, std::size_t bytes);
+}
+#define ATTN_EXT_WATCH_READ(at, bytes) ::attn_ext::cuda_sim::watch_read(at, bytes)
+#else
+#define ATTN_EXT_WATCH_READ(at, bytes) static_cast<void>(0)
 #endif
 
 namespace attn_ext {

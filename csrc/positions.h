@@ -1,5 +1,5 @@
 // Where things are: element addresses inside a TensorView, the lengths of one sequence, the keys that a row may see by
-// position. Plain scalar code, the same for every ISA.
+// position. Plain scalar code, the same for every ISA and on a GPU.
 #pragma once
 
 #include <algorithm>
@@ -41,6 +41,13 @@ ATTN_EXT_SHARED inline T* row_address(const RowView& rows, int64_t b, int64_t h)
   return static_cast<T*>(rows.data) + b * rows.stride_b + h * rows.stride_h;
 }
 
+// A length, position or table entry of a call.
+template <class T>
+ATTN_EXT_SHARED inline T entry(const T* at) {
+  ATTN_EXT_WATCH_READ(at, sizeof(T));
+  return *at;
+}
+
 // One entry of the batch: a slice of padded tensors or a packed sequence.
 struct Sequence {
   int64_t b = 0;
@@ -54,11 +61,11 @@ struct Sequence {
 ATTN_EXT_SHARED inline Sequence sequence_of(const AttentionParams& p, int64_t b) {
   Sequence s;
   s.b = b;
-  s.Lq = p.cu_q ? p.cu_q[b + 1] - p.cu_q[b] : p.Lq;
-  s.Lk = p.cu_k ? p.cu_k[b + 1] - p.cu_k[b] : p.total_lengths ? p.total_lengths[b] : p.Lk;
-  s.q_row = p.cu_q ? p.cu_q[b] : 0;
-  s.k_row = p.cu_k ? p.cu_k[b] : 0;
-  s.visible_length = p.key_lengths ? std::min(p.key_lengths[b], s.Lk) : s.Lk;
+  s.Lq = p.cu_q ? entry(p.cu_q + b + 1) - entry(p.cu_q + b) : p.Lq;
+  s.Lk = p.cu_k ? entry(p.cu_k + b + 1) - entry(p.cu_k + b) : p.total_lengths ? entry(p.total_lengths + b) : p.Lk;
+  s.q_row = p.cu_q ? entry(p.cu_q + b) : 0;
+  s.k_row = p.cu_k ? entry(p.cu_k + b) : 0;
+  s.visible_length = p.key_lengths ? std::min(entry(p.key_lengths + b), s.Lk) : s.Lk;
   const int64_t queries = p.row_positions ? p.num_queries : s.Lq;
   s.diagonal = p.causal == Causal::top_left ? 0 : s.Lk - queries;
   return s;
@@ -68,7 +75,7 @@ ATTN_EXT_SHARED inline Sequence sequence_of(const AttentionParams& p, int64_t b)
 ATTN_EXT_SHARED inline char* cache_row(const CacheLayout& layout, const TensorView& view, int64_t batch_inner,
                                        int64_t b, int64_t h, int64_t j) {
   if (layout.block_table != nullptr) {
-    const int64_t block = layout.block_table[b * layout.table_stride + j / layout.page_size];
+    const int64_t block = entry(layout.block_table + b * layout.table_stride + j / layout.page_size);
     const int64_t offset = block * view.stride_b1 + h * view.stride_h + j % layout.page_size * view.stride_l;
     return static_cast<char*>(view.data) + offset * size_of(view.dtype);
   }
@@ -98,7 +105,7 @@ ATTN_EXT_SHARED inline void cache_rows(const CacheLayout& layout, const TensorVi
 
 // The key that query row i is aligned with.
 ATTN_EXT_SHARED inline int64_t aligned_key(const AttentionParams& p, const Sequence& s, int64_t i) {
-  return (p.row_positions ? p.row_positions[i] : i) + s.diagonal;
+  return (p.row_positions ? entry(p.row_positions + i) : i) + s.diagonal;
 }
 
 // Keys lo ≤ j < hi; empty is lo == hi.

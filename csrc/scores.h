@@ -11,7 +11,6 @@
 namespace attn_ext {
 
 inline constexpr double kLog2e = 1.4426950408889634074;
-inline constexpr double kLn2 = 0.6931471805599453094;
 
 template <class T>
 inline constexpr T kInfinity = std::numeric_limits<T>::infinity();

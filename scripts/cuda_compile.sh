@@ -18,6 +18,7 @@ compile_one() {
 }
 sources=(csrc/cuda/*.cu)
 workers=()
+trap 'jobs -rp | xargs -r kill 2>/dev/null || true' EXIT
 for source in "${sources[@]}"; do
   while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do sleep 0.2; done
   compile_one "$source" &
@@ -40,6 +41,10 @@ for i in "${!sources[@]}"; do
     /Used [0-9]+ registers/ { match($0, /[0-9]+ registers/); print source ": " arch " " substr($0, RSTART, RLENGTH) ", " spill ": " name }
   ' "$log" | (if command -v c++filt >/dev/null; then c++filt; else cat; fi) |
     sed -e 's/attn_ext::cuda::(anonymous namespace):://g' -e 's/attn_ext::cuda:://g' -e 's/>(.*/>/'
+  if ! grep -q 'Used [0-9]* registers' "$log"; then
+    echo "ptxas said nothing of $source" >&2
+    exit 1
+  fi
   if grep -qE '[1-9][0-9]* bytes spill (stores|loads)' "$log"; then spilled=yes; fi
 done
 if [ "$spilled" = yes ]; then

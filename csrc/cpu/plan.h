@@ -66,7 +66,8 @@ inline ForwardPlan plan_forward(const AttentionParams& p, int threads) {
   return plan;
 }
 
-// Numbers that one forward worker holds at most (with few rows only a panel of k, and no v): packed q, k, v, scores, accumulators (twice where there are segments).
+// Numbers that one forward worker holds at most (with few rows only a panel of k or nothing of it, and no v): packed q, k,
+// v, scores, accumulators (twice where there are segments).
 inline int64_t forward_scratch_elements(const AttentionParams& p, const ForwardPlan& plan) {
   const int64_t keys = std::min(kKeyBlock, p.Lk), rows = plan.rows_per_task;
   return rows * p.D + keys * (p.D + p.Dv) + std::min(rows, kRowBlock) * keys + rows * p.Dv * (p.Lk > kSegment ? 2 : 1);

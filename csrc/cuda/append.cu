@@ -1,7 +1,7 @@
 // New keys and values into a cache, where they belong by position; and rows turned by their positions on the way (rotary
 // embedding, Su et al. 2021, arXiv:2104.09864). A warp takes a row; an element of a turned pair is computed from both of
 // the pair's, so that lanes need not exchange. Products and sums are rounded one by one (--fmad=false), as on the CPU: a
-// cache has the same bits wherever it was filled.
+// cache has the same bits wherever it was filled (but for what a NaN carries).
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -90,9 +90,9 @@ ATTN_EXT_KERNEL void append_kernel(ATTN_EXT_GRID_CONSTANT const AppendParams p, 
   constexpr int64_t kWarps = kThreads / kWarp;
   for (int64_t r = block_index() * kWarps + thread_index() / kWarp; r < rows; r += block_count() * kWarps) {
     const int64_t i = r % p.n, h = r / p.n % p.heads, b = r / p.n / p.heads;
-    const int64_t first = p.cu ? p.cu[b] : 0, count = p.cu ? p.cu[b + 1] - first : p.n;
+    const int64_t first = p.cu ? entry(p.cu + b) : 0, count = p.cu ? entry(p.cu + b + 1) - first : p.n;
     if (i >= count) continue;
-    const int64_t position = p.positions[b] + i;
+    const int64_t position = entry(p.positions + b) + i;
     const AppendedRow<T> row(p, address(p.from, p.batch, b, h, first + i), position);
     char* to =
         p.to_packed ? address(p.to, p.batch, b, h, first + i) : cache_row(p.layout, p.to, p.batch, b, h, position);
@@ -112,7 +112,7 @@ template <class T>
 void launch_append(const AppendParams& p, StreamHandle stream) {
   const int64_t rows = p.batch * p.heads * p.n, blocks = (rows + kThreads / kWarp - 1) / (kThreads / kWarp);
   if (rows == 0 || p.D == 0) return;
-  launch("append", append_kernel<T>, blocks < kMostBlocks ? blocks : kMostBlocks, kThreads, 0,
+  launch("append", append_kernel<T>, blocks < most_blocks ? blocks : most_blocks, kThreads, 0,
          static_cast<Stream>(stream), p, rows);
 }
 

@@ -555,7 +555,7 @@ ATTN_EXT_KERNEL void sink_gradients(ATTN_EXT_GRID_CONSTANT const BackwardParams 
 
 // ---- Launchers -----------------------------------------------------------------------------------------------------
 
-int64_t fewer(int64_t tasks) { return tasks < kMostBlocks ? tasks : kMostBlocks; }
+int64_t fewer(int64_t tasks) { return tasks < most_blocks ? tasks : most_blocks; }
 
 template <class Traits>
 void backward_of(const BackwardParams& p, typename Traits::Number* delta, Stream stream) {
@@ -569,7 +569,6 @@ void backward_of(const BackwardParams& p, typename Traits::Number* delta, Stream
            static_cast<const T*>(delta));
   }
   Cut queries;
-  ATTN_EXT_UNROLL
   for (int n = 0; n < kMaxBiases; ++n) {
     if (!p.dbias[n]) continue;
     queries.own_bias[n] = true;

@@ -50,7 +50,6 @@ template <class Traits>
 class ForwardBlock : ScoreBlock<Traits> {
   using Base = ScoreBlock<Traits>;
   using T = typename Traits::Number;
-  using Base::hkv_;
   using Base::lane_;
   using Base::own_row_;
   using Base::real_;
@@ -253,7 +252,7 @@ void launch_general(const ForwardParams& p, StreamHandle stream) {
       p.Dv > 0 ? pieces(p.Dv, Traits::kColumns) : 1;  // without columns there are still the statistics
   tasks.count = p.batch * p.Hkv * tasks.row_blocks * tasks.column_blocks;
   if (tasks.count == 0) return;
-  launch("forward_general", forward_general<Traits>, tasks.count < kMostBlocks ? tasks.count : kMostBlocks,
+  launch("forward_general", forward_general<Traits>, tasks.count < most_blocks ? tasks.count : most_blocks,
          Traits::kThreads, Traits::kSharedBytes, static_cast<Stream>(stream), p, tasks);
 }
 
@@ -262,8 +261,10 @@ void launch_general(const ForwardParams& p, StreamHandle stream) {
 void forward(const ForwardParams& p, StreamHandle stream) {
   if (p.batch == 0 || p.Hq == 0 || p.Lq == 0) return;
   const bool wide = p.Dv > 64;
-  if (p.q.dtype == DType::float64) {
+  if (p.k.dtype == DType::float64) {
     launch_general<General<double, double, 64>>(p, stream);
+  } else if (p.q.dtype == DType::float64) {  // over an int8 cache
+    launch_general<General<double, AnyStorage, 64>>(p, stream);
   } else if (p.k.dtype == DType::float32) {
     wide ? launch_general<General<float, float, 128>>(p, stream) : launch_general<General<float, float, 64>>(p, stream);
   } else {

@@ -1,4 +1,5 @@
-// The CUDA kernels as functions over params whose pointers are device memory: queued on a stream, never waited for.
+// The CUDA kernels as functions over params whose pointers are device memory: queued on a stream, never waited for. What
+// a kernel adds nothing to (no rows, no keys) it does not write: outputs come in as zeros.
 #pragma once
 
 #include "params.h"

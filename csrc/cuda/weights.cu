@@ -66,7 +66,7 @@ ATTN_EXT_KERNEL void weights_kernel(ATTN_EXT_GRID_CONSTANT const WeightsParams p
 template <class Traits>
 void launch_weights(const WeightsParams& p, StreamHandle stream) {
   const int64_t row_blocks = pieces(p.Hq / p.Hkv * p.Lq, Traits::kRows), tasks = p.batch * p.Hkv * row_blocks;
-  launch("weights", weights_kernel<Traits>, tasks < kMostBlocks ? tasks : kMostBlocks, Traits::kThreads,
+  launch("weights", weights_kernel<Traits>, tasks < most_blocks ? tasks : most_blocks, Traits::kThreads,
          Traits::kScoresBytes, static_cast<Stream>(stream), p, row_blocks, tasks);
 }
 

@@ -11,9 +11,6 @@ namespace {
 
 constexpr DType kDTypes[] = {DType::float32, DType::bfloat16, DType::float16, DType::float64};
 
-// Whether the n-th of generated cases is to run.
-bool due(int64_t n) { return n % thinning() == 0 && !given_up(); }
-
 // Lengths around every vector and panel width (2 to 16 lanes, twice that a panel), with every kind of head dim.
 TEST(lengths, small) {
   const std::vector<int64_t> widths{1, 3, 7, 8, 16, 33, 65, 2, 4, 17, 32};

@@ -86,6 +86,11 @@ cpu::Parallel threads(int count) {
           }};
 }
 
+bool due(int64_t n) {
+  const uint64_t scattered = static_cast<uint64_t>(n) * 0x9e3779b97f4a7c15u >> 32;
+  return scattered % static_cast<uint64_t>(thinning()) == 0 && !given_up();
+}
+
 int thinning() {
   static const int n = [] {
     const char* text = std::getenv("ATTN_EXT_TEST_THIN");

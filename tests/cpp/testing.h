@@ -47,6 +47,8 @@ cpu::Parallel threads(int count);
 
 // 1: everything. n: about every n-th of the generated cases, for emulators (environment variable ATTN_EXT_TEST_THIN).
 int thinning();
+// Whether the n-th of generated cases is to run. Scattered: cases take their options from n's remainders.
+bool due(int64_t n);
 
 void use_isa(const std::string& name);
 

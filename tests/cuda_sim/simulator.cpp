@@ -8,11 +8,10 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <random>
 #include <set>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace attn_ext::cuda_sim {
@@ -37,7 +36,6 @@ struct Range {
   bool writable;
 };
 
-std::mutex ranges_mutex;
 std::map<uint64_t, Range> ranges;
 uint64_t next_range = 0;
 
@@ -56,38 +54,29 @@ struct Thread {
   int64_t exchanges = 0;
 };
 
-// Since when things are in order: everything before a barrier comes before everything after it, and within a warp the
-// same holds of an exchange.
+// Everything before a barrier comes before everything after it. Nothing else puts accesses of two threads in order: an
+// exchange within a warp is no fence.
 struct Moment {
   int thread = -1;
-  int64_t barrier = -1, exchange = -1;
+  int64_t barrier = -1;
 
-  int warp() const { return thread / kWarpSize; }
-  // Whether an access at this moment is ordered with one that `other` makes now.
-  bool before(const Moment& other) const {
-    if (thread < 0 || thread == other.thread || barrier < other.barrier) return true;
-    return warp() == other.warp() && exchange < other.exchange;
-  }
+  // Whether an access at this moment is ordered with one that another thread makes at `later`.
+  bool before(const Moment& later) const { return thread < 0 || thread == later.thread || barrier < later.barrier; }
 };
 
 struct Granule {
   Moment written;
-  Moment read;                 // the last one
-  bool read_by_warps = false;  // by several warps since its barrier
-  bool read_by_lanes = false;  // by several lanes of its warp since its exchange
+  Moment read;                  // the last one
+  bool read_by_others = false;  // by several threads since its barrier
 
   void add_read(const Moment& moment) {
-    const bool known = read.thread >= 0 && read.barrier == moment.barrier;
-    const bool same_warp = known && read.warp() == moment.warp();
-    read_by_warps = known && (read_by_warps || !same_warp);
-    read_by_lanes = same_warp && read.exchange == moment.exchange && (read_by_lanes || read.thread != moment.thread);
+    const bool since = read.thread >= 0 && read.barrier == moment.barrier;
+    read_by_others = since && (read_by_others || read.thread != moment.thread);
     read = moment;
   }
   // Whether a write now comes after all reads.
   bool reads_before(const Moment& moment) const {
-    if (!read.before(moment)) return false;
-    if (read.thread < 0 || read.barrier < moment.barrier) return true;
-    return !read_by_warps && !(read_by_lanes && read.exchange == moment.exchange);
+    return read.before(moment) && !(read_by_others && read.barrier == moment.barrier);
   }
 };
 
@@ -107,7 +96,7 @@ class Block {
   int64_t block_index() const { return index_; }
   int64_t block_count() const { return launch_.blocks; }
   char* shared_memory() { return shared_.get(); }
-  size_t shared_bytes() const { return launch_.shared_bytes; }
+  const char* name() const { return launch_.name; }
 
   void check_shared(const void* at, size_t bytes, Use use, Site site);
   bool wait_for_block(bool flag, Site site);
@@ -121,7 +110,9 @@ class Block {
   bool release_warps();
   bool release_block();
   [[noreturn]] void stuck() const;
-  std::string who(int thread) const { return "block " + std::to_string(index_) + ", thread " + std::to_string(thread); }
+  std::string who(int thread) const {
+    return std::string(launch_.name) + ", block " + std::to_string(index_) + ", thread " + std::to_string(thread);
+  }
   std::string at(int thread) const;
   Moment now() const;
   void count_conflicts(int warp);
@@ -133,8 +124,8 @@ class Block {
   std::vector<int> order_;
   std::unique_ptr<char[], decltype(&std::free)> shared_;
   std::vector<Granule> granules_;
-  std::vector<int64_t> exchanges_;                           // by warp
-  std::vector<std::unordered_map<int, Accesses>> accesses_;  // by warp and line
+  const size_t warps_;
+  std::vector<std::map<std::pair<const char*, int>, Accesses>> accesses_;  // by warp and place
   int64_t barriers_ = 0;
   bool any_flag_ = false;
   int current_ = -1;
@@ -166,8 +157,8 @@ Block::Block(const Launch& launch, const std::function<void()>& body, int64_t in
       order_(static_cast<size_t>(launch.threads)),
       shared_(static_cast<char*>(std::aligned_alloc(128, (launch.shared_bytes + 127) / 128 * 128 + 128)), &std::free),
       granules_((launch.shared_bytes + kGranule - 1) / kGranule),
-      exchanges_(static_cast<size_t>((launch.threads + kWarpSize - 1) / kWarpSize)),
-      accesses_(exchanges_.size()) {
+      warps_(static_cast<size_t>(launch.threads / kWarpSize)),
+      accesses_(warps_) {
   std::memset(shared_.get(), 0xff, launch.shared_bytes);  // NaN in every format
   std::iota(order_.begin(), order_.end(), 0);
   std::shuffle(order_.begin(), order_.end(), std::mt19937_64(seed));
@@ -231,7 +222,7 @@ void Block::wait(State state, Site site) {
 // Lets the lanes of every warp go on whose lanes all wait at one exchange.
 bool Block::release_warps() {
   bool released = false;
-  for (size_t warp = 0; warp < exchanges_.size(); ++warp) {
+  for (size_t warp = 0; warp < warps_; ++warp) {
     const size_t first = warp * kWarpSize, last = std::min(first + kWarpSize, threads_.size());
     bool all = true;
     for (size_t t = first; t < last; ++t) {
@@ -240,7 +231,6 @@ bool Block::release_warps() {
     if (!all) continue;
     count_conflicts(static_cast<int>(warp));
     for (size_t t = first; t < last; ++t) threads_[t].state = State::ready;
-    ++exchanges_[warp];
     released = true;
   }
   return released;
@@ -289,7 +279,7 @@ void Block::stuck() const {
   throw std::logic_error("cuda_sim: nobody can go on, and nobody stands elsewhere");
 }
 
-Moment Block::now() const { return {current_, barriers_, exchanges_[static_cast<size_t>(current_ / kWarpSize)]}; }
+Moment Block::now() const { return {current_, barriers_}; }
 
 void Block::check_shared(const void* at, size_t bytes, Use use, Site site) {
   const auto offset = static_cast<const char*>(at) - shared_.get();
@@ -324,7 +314,7 @@ void Block::check_shared(const void* at, size_t bytes, Use use, Site site) {
     }
   }
   if (!counting) return;
-  Accesses& accesses = accesses_[static_cast<size_t>(current_ / kWarpSize)][site.line];
+  Accesses& accesses = accesses_[static_cast<size_t>(current_ / kWarpSize)][{site.file, site.line}];
   accesses.bytes = bytes;
   accesses.offsets[static_cast<size_t>(current_ % kWarpSize)].push_back(static_cast<uint32_t>(offset));
 }
@@ -332,7 +322,7 @@ void Block::check_shared(const void* at, size_t bytes, Use use, Site site) {
 // A warp's n-th access at one place is one instruction. Lanes that take 8 (16) bytes are served by halves (quarters) of a
 // warp; in each phase a bank gives one word in a pass, to however many lanes want it.
 void Block::count_conflicts(int warp) {
-  for (auto& [line, accesses] : accesses_[static_cast<size_t>(warp)]) {
+  for (auto& [place, accesses] : accesses_[static_cast<size_t>(warp)]) {
     const size_t words = std::max<size_t>(accesses.bytes / kBankBytes, 1);
     const size_t lanes_a_phase = kWarpSize / words;
     size_t longest = 0;
@@ -393,17 +383,16 @@ const char* name_of(FaultKind kind) {
   }
 }
 
+Fault::Fault(FaultKind kind, const std::string& what)
+    : std::runtime_error(std::string(name_of(kind)) + ": " + what), kind(kind) {}
+
 Allow::Allow(const void* memory, size_t bytes, Access access) {
-  const std::lock_guard<std::mutex> lock(ranges_mutex);
   key_ = next_range++;
   const auto begin = reinterpret_cast<uintptr_t>(memory);
   ranges.emplace(key_, Range{begin, begin + bytes, access == Access::read_write});
 }
 
-Allow::~Allow() {
-  const std::lock_guard<std::mutex> lock(ranges_mutex);
-  ranges.erase(key_);
-}
+Allow::~Allow() { ranges.erase(key_); }
 
 void run(const Launch& launch, const std::function<void()>& body) {
   if (running != nullptr) throw std::logic_error("cuda_sim: a kernel launched from a kernel");
@@ -438,21 +427,25 @@ int thread_index() { return block().thread_index(); }
 int64_t block_index() { return block().block_index(); }
 int64_t block_count() { return block().block_count(); }
 char* shared_memory() { return block().shared_memory(); }
-size_t shared_bytes() { return block().shared_bytes(); }
 
 void check_global(const void* at, size_t bytes, Use use) {
   Block& b = block();
   ++(use == Use::read ? b.counted.global_loads : b.counted.global_stores);
   const auto begin = reinterpret_cast<uintptr_t>(at);
   const auto who = [&] {
-    return "block " + std::to_string(b.block_index()) + ", thread " + std::to_string(b.thread_index()) +
-           (use == Use::read ? " reads " : " writes ") + std::to_string(bytes) + " bytes of global memory";
+    return std::string(b.name()) + ", block " + std::to_string(b.block_index()) + ", thread " +
+           std::to_string(b.thread_index()) + (use == Use::read ? " reads " : " writes ") + std::to_string(bytes) +
+           " bytes of global memory";
   };
   if (begin % bytes != 0) throw Fault(FaultKind::misaligned, who() + " at an address that is no multiple of that");
   for (const auto& [key, range] : ranges) {
     if (begin >= range.begin && begin + bytes <= range.end && (use == Use::read || range.writable)) return;
   }
   throw Fault(FaultKind::out_of_bounds, who() + " outside what the call may touch");
+}
+
+void watch_read(const void* at, size_t bytes) {
+  if (running != nullptr) check_global(at, bytes, Use::read);
 }
 
 void check_shared(const void* at, size_t bytes, Use use, Site site) { block().check_shared(at, bytes, use, site); }

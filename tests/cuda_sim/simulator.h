@@ -10,7 +10,8 @@
 //   divergent barrier  threads of a block at different barriers, or some of them at the end of the kernel
 //   divergent warp     lanes of a warp at different exchanges, or some of them elsewhere
 //
-// Blocks run one after the other in a shuffled order, and so do a block's threads: nothing may depend on either.
+// Blocks run one after the other in a shuffled order, and so do a block's threads: nothing may depend on either. One thread
+// of the host at a time.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +31,7 @@ const char* name_of(FaultKind kind);
 
 class Fault : public std::runtime_error {
  public:
-  Fault(FaultKind kind, const std::string& what) : std::runtime_error(what), kind(kind) {}
+  Fault(FaultKind kind, const std::string& what);  // the text begins with the kind's name
   const FaultKind kind;
 };
 
@@ -86,9 +87,10 @@ int64_t block_index();
 int64_t block_count();
 
 char* shared_memory();
-size_t shared_bytes();
 
 enum class Use { read, write };
+// What code that the CPU shares reads of a call's lengths and tables; heard inside kernels only.
+void watch_read(const void* at, size_t bytes);
 void check_global(const void* at, size_t bytes, Use use);
 void check_shared(const void* at, size_t bytes, Use use, Site site);
 
