@@ -113,7 +113,7 @@ sanitize:
 	$(CTEST) $(CMAKE_BUILD)/asan
 	cmake -S . -B $(CMAKE_BUILD)/tsan -DATTN_EXT_SANITIZE=thread
 	cmake --build $(CMAKE_BUILD)/tsan --parallel $$(nproc)
-	ATTN_EXT_TEST_THIN=3 $(CTEST) $(CMAKE_BUILD)/tsan
+	ATTN_EXT_TEST_THIN=5 $(CTEST) $(CMAKE_BUILD)/tsan
 
 aarch64:
 	cmake -S . -B $(CMAKE_BUILD)/aarch64 -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64.cmake

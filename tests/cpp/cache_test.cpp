@@ -142,6 +142,57 @@ TEST(cache, same_bits_wherever_the_rows_lie) {
   }
 }
 
+// New tokens of sequences of different lengths, end to end, over a cache: the rows of a padded call.
+TEST(cache, packed_queries) {
+  const Case c{.name = "packed queries",
+               .B1 = 2,
+               .Hq = 4,
+               .Hkv = 2,
+               .Lq = 3,
+               .Lk = 40,
+               .D = 16,
+               .Dv = 24,
+               .causal = Causal::bottom_right};
+  const std::vector<int64_t> cu = {0, 3, 5}, totals = {40, 17};  // of the second sequence the last two tokens only
+  for_each_isa([&] {
+    const Problem problem(c);
+    Tensor q(c.dtype, {1, 1, c.Hq, cu.back(), c.D}), out(c.dtype, {1, 1, c.Hq, cu.back(), c.Dv});
+    for (size_t b = 0; b < 2; ++b) {
+      const int64_t count = cu[b + 1] - cu[b], skipped = c.Lq - count;
+      for (int64_t h = 0; h < c.Hq; ++h) {
+        for (int64_t i = 0; i < count; ++i) {
+          for (int64_t d = 0; d < c.D; ++d) {
+            q.set(0, 0, h, cu[b] + i, d, problem.q.get(0, static_cast<int64_t>(b), h, skipped + i, d));
+          }
+        }
+      }
+    }
+    out.fill(kNaN);
+    ForwardParams p;
+    static_cast<AttentionParams&>(p) = problem.params();
+    p.total_lengths = totals.data();
+    Tensor want = problem.like_queries(c.Dv, kNaN);
+    p.out = want.view();
+    cpu::kernels().forward(p, threads(1));
+    p.cu_q = cu.data();
+    p.q = q.view();
+    p.out = out.view();
+    cpu::kernels().forward(p, threads(1));
+    for (size_t b = 0; b < 2; ++b) {
+      const int64_t count = cu[b + 1] - cu[b], skipped = c.Lq - count;
+      for (int64_t h = 0; h < c.Hq; ++h) {
+        for (int64_t i = 0; i < count; ++i) {
+          for (int64_t d = 0; d < c.Dv; ++d) {
+            const double got = out.get(0, 0, h, cu[b] + i, d);
+            const double padded = want.get(0, static_cast<int64_t>(b), h, skipped + i, d);
+            CHECK(got == padded, "sequence %zu, head %ld, row %ld: %g, padded %g", b, long(h), long(i), got, padded);
+          }
+        }
+      }
+    }
+  });
+}
+
 // Rows [begin, end) of an array with one number a place.
 TensorView numbers(std::vector<float>& x, int64_t heads, int64_t rows) {
   TensorView v;
