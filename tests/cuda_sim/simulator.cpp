@@ -124,7 +124,6 @@ class Block {
   std::vector<int> order_;
   std::unique_ptr<char[], decltype(&std::free)> shared_;
   std::vector<Granule> granules_;
-  const size_t warps_;
   std::vector<std::map<std::pair<const char*, int>, Accesses>> accesses_;  // by warp and place
   int64_t barriers_ = 0;
   bool any_flag_ = false;
@@ -133,7 +132,17 @@ class Block {
   std::exception_ptr error_;
 };
 
-thread_local Block* running = nullptr;
+Block* running = nullptr;
+
+// Makes a block the one that device code belongs to, for as long as it lives.
+class Running {
+ public:
+  explicit Running(Block* block) { running = block; }
+  ~Running() { running = nullptr; }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+};
+
 Statistics total;
 bool counting = false;
 
@@ -144,8 +153,7 @@ Block& block() {
 
 // Stacks are kept from block to block.
 char* stack_of(int thread) {
-  thread_local std::unique_ptr<char[]> memory;
-  if (!memory) memory.reset(new char[kStackBytes * kMaxThreads]);
+  static const std::unique_ptr<char[]> memory(new char[kStackBytes * kMaxThreads]);
   return memory.get() + kStackBytes * static_cast<size_t>(thread);
 }
 
@@ -157,8 +165,7 @@ Block::Block(const Launch& launch, const std::function<void()>& body, int64_t in
       order_(static_cast<size_t>(launch.threads)),
       shared_(static_cast<char*>(std::aligned_alloc(128, (launch.shared_bytes + 127) / 128 * 128 + 128)), &std::free),
       granules_((launch.shared_bytes + kGranule - 1) / kGranule),
-      warps_(static_cast<size_t>(launch.threads / kWarpSize)),
-      accesses_(warps_) {
+      accesses_(static_cast<size_t>(launch.threads / kWarpSize)) {
   std::memset(shared_.get(), 0xff, launch.shared_bytes);  // NaN in every format
   std::iota(order_.begin(), order_.end(), 0);
   std::shuffle(order_.begin(), order_.end(), std::mt19937_64(seed));
@@ -173,7 +180,7 @@ void Block::enter(fiber::transfer_t transfer) {
   Thread& thread = self->threads_[static_cast<size_t>(self->current_)];
   try {
     self->body_();
-  } catch (...) {
+  } catch (...) {  // nothing can unwind out of a fiber's stack: run() throws it again on its own
     self->error_ = std::current_exception();
   }
   thread.state = State::done;
@@ -182,7 +189,7 @@ void Block::enter(fiber::transfer_t transfer) {
 }
 
 void Block::run() {
-  running = this;
+  const Running here(this);
   const auto all_done = [&] {
     return std::all_of(threads_.begin(), threads_.end(), [](const Thread& t) { return t.state == State::done; });
   };
@@ -194,20 +201,11 @@ void Block::run() {
       ran = true;
       current_ = t;
       thread.context = fiber::jump_fcontext(thread.context, this).fctx;
-      if (error_) {
-        running = nullptr;
-        std::rethrow_exception(error_);
-      }
+      if (error_) std::rethrow_exception(error_);
     }
-    try {
-      if (!release_warps() && !release_block() && !ran) stuck();
-    } catch (...) {
-      running = nullptr;
-      throw;
-    }
+    if (!release_warps() && !release_block() && !ran) stuck();
   }
   for (int warp = 0; warp < static_cast<int>(accesses_.size()); ++warp) count_conflicts(warp);
-  running = nullptr;
 }
 
 void Block::wait(State state, Site site) {
@@ -222,7 +220,7 @@ void Block::wait(State state, Site site) {
 // Lets the lanes of every warp go on whose lanes all wait at one exchange.
 bool Block::release_warps() {
   bool released = false;
-  for (size_t warp = 0; warp < warps_; ++warp) {
+  for (size_t warp = 0; warp < accesses_.size(); ++warp) {
     const size_t first = warp * kWarpSize, last = std::min(first + kWarpSize, threads_.size());
     bool all = true;
     for (size_t t = first; t < last; ++t) {

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -180,6 +181,21 @@ TEST(simulator, bank_conflicts) {
   CHECK(cuda_sim::statistics().shared_accesses == 4 && cuda_sim::statistics().bank_conflicts == 0,
         "16 bytes a lane: %ld accesses, %ld conflicts", long(cuda_sim::statistics().shared_accesses),
         long(cuda_sim::statistics().bank_conflicts));
+}
+
+TEST(simulator, exceptions_come_out_and_leave_it_usable) {
+  try {
+    cuda_sim::run({"throws", 2, 64, 0}, [] {
+      if (thread_index() == 37) throw std::length_error("of thread 37");
+      sync_block();
+    });
+    attn_ext::test::fail(__FILE__, __LINE__, "an exception was lost");
+  } catch (const std::length_error& error) {
+    CHECK(std::string(error.what()) == "of thread 37", "%s", error.what());
+  }
+  int64_t ran = 0;
+  cuda_sim::run({"afterwards", 2, 64, 0}, [&] { ++ran; });
+  CHECK(ran == 128, "%ld threads ran afterwards", long(ran));
 }
 
 TEST(simulator, bad_launches) {
