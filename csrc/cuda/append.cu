@@ -13,7 +13,7 @@
 namespace attn_ext::cuda {
 namespace {
 
-constexpr int kWarp = 32, kThreads = 128;
+constexpr int kThreads = 128;
 
 // ---- Kernel --------------------------------------------------------------------------------------------------------
 
@@ -64,19 +64,16 @@ template <class T>
 ATTN_EXT_DEVICE void store_quantized(const AppendParams& p, const AppendedRow<T>& row, int lane, char* to,
                                      char* scale_at) {
   T largest = 0, not_finite = 0;
-  for (int64_t d = lane; d < p.D; d += kWarp) {
+  for (int64_t d = lane; d < p.D; d += kWarpSize) {
     const T size = std::fabs(row.rounded(d));
     if (!std::isfinite(size)) not_finite = 1;
-    largest = size > largest ? size : largest;
+    largest = Largest()(largest, size);
   }
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-    const T other = shuffle_xor(largest, mask);
-    largest = other > largest ? other : largest;
-    not_finite += shuffle_xor(not_finite, mask);
-  }
+  largest = join_lanes<kWarpSize, Largest>(largest);
+  not_finite = join_lanes<kWarpSize, Sum>(not_finite);
   auto scale = static_cast<float>(largest / T(127));
   if (not_finite != 0 || !std::isfinite(scale)) scale = std::numeric_limits<float>::quiet_NaN();
-  for (int64_t d = lane; d < p.D; d += kWarp) {
+  for (int64_t d = lane; d < p.D; d += kWarpSize) {
     T number = scale > 0 ? std::nearbyint(row.rounded(d) / static_cast<T>(scale)) : T(0);  // 0 for a NaN scale too
     number = number > T(127) ? T(127) : number < T(-127) ? T(-127) : number;
     store_global(reinterpret_cast<int8_t*>(to) + d * p.to.stride_d, static_cast<int8_t>(number));
@@ -86,9 +83,9 @@ ATTN_EXT_DEVICE void store_quantized(const AppendParams& p, const AppendedRow<T>
 
 template <class T>
 ATTN_EXT_KERNEL void append_kernel(ATTN_EXT_GRID_CONSTANT const AppendParams p, int64_t rows) {
-  const int lane = thread_index() % kWarp;
-  constexpr int64_t kWarps = kThreads / kWarp;
-  for (int64_t r = block_index() * kWarps + thread_index() / kWarp; r < rows; r += block_count() * kWarps) {
+  const int lane = thread_index() % kWarpSize;
+  constexpr int64_t kWarps = kThreads / kWarpSize;
+  for (int64_t r = block_index() * kWarps + thread_index() / kWarpSize; r < rows; r += block_count() * kWarps) {
     const int64_t i = r % p.n, h = r / p.n % p.heads, b = r / p.n / p.heads;
     const int64_t first = p.cu ? entry(p.cu + b) : 0, count = p.cu ? entry(p.cu + b + 1) - first : p.n;
     if (i >= count) continue;
@@ -100,7 +97,7 @@ ATTN_EXT_KERNEL void append_kernel(ATTN_EXT_GRID_CONSTANT const AppendParams p, 
       store_quantized(p, row, lane, to, cache_row(p.layout, p.scale, p.batch, b, h, position));
       continue;
     }
-    for (int64_t d = lane; d < p.D; d += kWarp) {
+    for (int64_t d = lane; d < p.D; d += kWarpSize) {
       store_number(to + d * p.to.stride_d * size_of(p.to.dtype), p.to.dtype, row.number(d));
     }
   }
@@ -110,10 +107,8 @@ ATTN_EXT_KERNEL void append_kernel(ATTN_EXT_GRID_CONSTANT const AppendParams p, 
 
 template <class T>
 void launch_append(const AppendParams& p, StreamHandle stream) {
-  const int64_t rows = p.batch * p.heads * p.n, blocks = (rows + kThreads / kWarp - 1) / (kThreads / kWarp);
-  if (rows == 0 || p.D == 0) return;
-  launch("append", append_kernel<T>, blocks < most_blocks ? blocks : most_blocks, kThreads, 0,
-         static_cast<Stream>(stream), p, rows);
+  const int64_t rows = p.D > 0 ? p.batch * p.heads * p.n : 0;
+  launch_tasks("append", append_kernel<T>, pieces(rows, kThreads / kWarpSize), kThreads, 0, stream, p, rows);
 }
 
 }  // namespace

@@ -11,36 +11,22 @@
 //
 // Each of dq, dk, dv recomputes the tiles, and once more for every kColumns columns: memory stays O(L) and nothing is added
 // by two blocks. ds is multiplied by the softcap's derivative on its way into dq and dk.
-//
-// Hidden pairs have p = ds = 0; where the other factor holds NaN or Inf they are left out.
 #include <cmath>
 #include <cstdint>
 
 #include "cuda/kernels.h"
-#include "cuda/score_block.cuh"
-#include "philox.h"
+#include "cuda/tile_block.cuh"
 
 namespace attn_ext::cuda {
 namespace {
 
 // ---- Traits --------------------------------------------------------------------------------------------------------
 
-// Beside q and k in shared memory, in numbers of T:
-//   tile    [kRows][kKeys + 4]     p or ds
-//   factor  [kRows][kColumns]      rows of q or go, or (kKeys of them) of k
-// In all 38,912 bytes (double: 34,816).
+// 38,912 bytes of shared memory; 34,816 for double.
 template <class T, class KvStorage, int columns>
-struct Gradient : ScoreTraits<T, KvStorage> {
+struct Gradient : TileTraits<T, KvStorage, columns, true> {
   using Base = ScoreTraits<T, KvStorage>;
-  static constexpr int kColumns = columns;
-  static constexpr int kVectors = kColumns / (4 * Base::kLanesPerRow);  // of 4 columns, a thread and row (or key)
-  static_assert(kVectors * 4 * Base::kLanesPerRow == kColumns);
   static constexpr int kKeysOfThread = Base::kKeys * Base::kLanesPerRow / Base::kThreads;  // of dk, dv
-
-  static constexpr int kTile = Base::kScoresEnd;
-  static constexpr int kFactor = kTile + Base::kRows * Base::kKeyPitch;
-  static constexpr size_t kSharedBytes = (kFactor + Base::kRows * kColumns) * sizeof(T);
-  static_assert(kSharedBytes <= 48 * 1024);
 };
 
 // Which gradient of the keys' a block computes.
@@ -50,16 +36,14 @@ enum class Of { keys, values };
 
 // What the blocks of dq, dk, dv and dbias share: p and ds of a tile.
 template <class Traits>
-class GradientBlock : protected ScoreBlock<Traits> {
+class GradientBlock : protected TileBlock<Traits> {
  protected:
-  using Base = ScoreBlock<Traits>;
+  using Base = TileBlock<Traits>;
   using T = typename Traits::Number;
   using Scores = typename Base::Scores;
-  using Base::lane_;
-  using Base::own_row_;
   using Base::real_;
   using Base::row_;
-  using Base::shared_;
+  using Base::sequence_;
 
   ATTN_EXT_DEVICE GradientBlock(const BackwardParams& p, const T* delta) : Base(p), p_(p), all_deltas_(delta) {}
 
@@ -67,15 +51,12 @@ class GradientBlock : protected ScoreBlock<Traits> {
   ATTN_EXT_DEVICE bool begin_rows(int64_t row_begin, int64_t row_end) {
     if (!Base::begin_rows(row_begin, row_end)) return false;
     Base::find_addresses(p_.grad_out, go_rows_);
+    Base::load_statistics(p_.row_max, p_.row_sum, max_, inverse_);
     ATTN_EXT_UNROLL
     for (int m = 0; m < Traits::kOwnRows; ++m) {
       if (!real_[m]) continue;
-      const int64_t at = Base::sequence_.q_row + row_[m].i;
-      const T max = load_global(row_address<const T>(p_.row_max, row_[m].b, row_[m].h) + at);
-      const T sum = load_global(row_address<const T>(p_.row_sum, row_[m].b, row_[m].h) + at);
-      max_[m] = max == -kInfinity<T> ? T(0) : max;
-      inverse_[m] = sum == T(0) ? T(0) : T(1) / sum;
-      delta_[m] = load_global(all_deltas_ + row_[m].b * p_.row_max.stride_b + row_[m].h * p_.row_max.stride_h + at);
+      const int64_t at = row_[m].b * p_.row_max.stride_b + row_[m].h * p_.row_max.stride_h;
+      delta_[m] = load_global(all_deltas_ + at + sequence_.q_row + row_[m].i);
     }
     return true;
   }
@@ -85,9 +66,10 @@ class GradientBlock : protected ScoreBlock<Traits> {
     Base::compute_scores(start, weights);
     ATTN_EXT_UNROLL
     for (int m = 0; m < Traits::kOwnRows; ++m) {
-      const uint32_t kept = kept_of(m, start);
+      const uint32_t kept = Base::kept_of(m, start);
       ATTN_EXT_UNROLL
-      for (int n = 0; n < Traits::kOwnKeys; ++n) weights[m][n] = dropped(share(m, n, weights[m][n]), kept, start, n);
+      for (int n = 0; n < Traits::kOwnKeys; ++n)
+        weights[m][n] = Base::dropped(share(m, n, weights[m][n]), kept, start, n);
     }
   }
 
@@ -96,7 +78,7 @@ class GradientBlock : protected ScoreBlock<Traits> {
     if (capped && p_.softcap != 0.0) {
       Scores derivative = {};
       Base::compute_scores(start, ds, &derivative);
-      store_tile(derivative);  // a thread's own places, until ds comes there: registers are scarce
+      Base::store_tile(derivative);  // a thread's own places, until ds comes there: registers are scarce
     } else {
       Base::compute_scores(start, ds);
     }
@@ -104,92 +86,32 @@ class GradientBlock : protected ScoreBlock<Traits> {
     Base::multiply(go_rows_, p_.grad_out, T(1), p_.v, p_.Dv, start, dp);
     ATTN_EXT_UNROLL
     for (int m = 0; m < Traits::kOwnRows; ++m) {
-      const uint32_t kept = kept_of(m, start);
+      const uint32_t kept = Base::kept_of(m, start);
       Four<T> derivative;
-      if (capped && p_.softcap != 0.0) derivative = load_shared(tile_row(m));
+      if (capped && p_.softcap != 0.0) derivative = load_shared(Base::tile_row(m));
       ATTN_EXT_UNROLL
       for (int n = 0; n < Traits::kOwnKeys; ++n) {
         const T weight = share(m, n, ds[m][n]);
-        ds[m][n] = hidden(m, n) ? T(0) : weight * (dropped(dp[m][n], kept, start, n) - delta_[m]);
-        if (capped && p_.softcap != 0.0 && !hidden(m, n)) ds[m][n] *= derivative.x[n];
+        const bool hidden = Base::hidden(m, n);
+        ds[m][n] = hidden ? T(0) : weight * (Base::dropped(dp[m][n], kept, start, n) - delta_[m]);
+        if (capped && p_.softcap != 0.0 && !hidden) ds[m][n] *= derivative.x[n];
       }
     }
   }
 
-  // Own row m of the tile, own keys.
-  ATTN_EXT_DEVICE Four<T>* tile_row(int m) const {
-    return reinterpret_cast<Four<T>*>(shared_ + Traits::kTile + (own_row_ + m) * Traits::kKeyPitch) + lane_;
-  }
-
-  ATTN_EXT_DEVICE void store_tile(const Scores& tile) {
-    ATTN_EXT_UNROLL
-    for (int m = 0; m < Traits::kOwnRows; ++m) {
-      Four<T> four;
-      ATTN_EXT_UNROLL
-      for (int n = 0; n < Traits::kOwnKeys; ++n) four.x[n] = tile[m][n];
-      store_shared(tile_row(m), four);
-    }
-  }
-
-  // Which pairs of the tile are hidden, a word a row, to where q and k were.
-  ATTN_EXT_DEVICE const uint32_t* share_hidden() {
-    auto* words = reinterpret_cast<uint32_t*>(shared_);
-    ATTN_EXT_UNROLL
-    for (int m = 0; m < Traits::kOwnRows; ++m) {
-      uint32_t bits = (hidden_ >> (m * Traits::kOwnKeys) & 0xfu) << (lane_ * Traits::kOwnKeys);
-      for (int mask = Traits::kLanesPerRow / 2; mask > 0; mask /= 2) bits |= shuffle_xor(bits, mask);
-      if (lane_ == 0) store_shared(words + own_row_ + m, bits);
-    }
-    sync_block();
-    return words;
-  }
-
-  // Row `n` of `factor` from columns `begin` … of a row in memory (null: zeros). NaN comes back where a number is none.
-  ATTN_EXT_DEVICE T load_factor(int n, const char* row, const TensorView& view, T by, int64_t begin, int64_t width) {
-    const int64_t step = view.stride_d * size_of(view.dtype);
-    T zero = 0;
-    for (int column = thread_index() % 32; column < Traits::kColumns; column += 32) {
-      T number = 0;
-      if (row && begin + column < width)
-        number = load_number<T, AnyStorage>(row + (begin + column) * step, view.dtype) * by;
-      zero = fma_of(number, T(0), zero);
-      store_shared(shared_ + Traits::kFactor + n * Traits::kColumns + column, number);
-    }
-    return zero;
-  }
-
-  ATTN_EXT_DEVICE const char* address_of_row(const TensorView& view, int r) const {
-    ScoreRow row;
-    if (!Base::row_at(r, row)) return nullptr;
-    return address(view, p_.batch_inner, row.b, row.h, Base::sequence_.q_row + row.i);
-  }
-
-  static constexpr int kWarps = Traits::kThreads / 32;
   const BackwardParams& p_;
 
  private:
   // exp2((x − m)·c) / l; notes whether the pair is hidden.
   ATTN_EXT_DEVICE T share(int m, int n, T x) {
-    const uint32_t bit = 1u << (m * Traits::kOwnKeys + n);
-    const bool none = x == -kInfinity<T>;
-    hidden_ = none ? hidden_ | bit : hidden_ & ~bit;
-    return none ? T(0) : exp2_of((x - max_[m]) * Base::units_.c) * inverse_[m];
-  }
-  ATTN_EXT_DEVICE bool hidden(int m, int n) const { return hidden_ >> (m * Traits::kOwnKeys + n) & 1u; }
-
-  ATTN_EXT_DEVICE uint32_t kept_of(int m, int64_t start) const {
-    if (!p_.dropout || !real_[m]) return 0;
-    return dropout_kept(p_.dropout_seed, p_.dropout_threshold, row_[m].b, row_[m].h, row_[m].i, Base::own_key(start));
-  }
-  ATTN_EXT_DEVICE T dropped(T x, uint32_t kept, int64_t start, int n) const {
-    if (!p_.dropout) return x;
-    return kept >> ((Base::own_key(start) + n) % 8) & 1u ? x * static_cast<T>(p_.dropout_scale) : T(0);
+    const bool hidden = x == -kInfinity<T>;
+    Base::note_hidden(m, n, hidden);
+    return hidden ? T(0) : exp2_of((x - max_[m]) * Base::units_.c) * inverse_[m];
   }
 
   const T* all_deltas_;
   const char* go_rows_[Base::kRowLoads];
   T max_[Traits::kOwnRows], inverse_[Traits::kOwnRows], delta_[Traits::kOwnRows];
-  uint32_t hidden_ = 0;
 };
 
 // dq of a block's rows, kColumns columns, and the gradients of biases that have an entry for every score.
@@ -197,12 +119,9 @@ template <class Traits>
 class QueryGradients : GradientBlock<Traits> {
   using Base = GradientBlock<Traits>;
   using T = typename Traits::Number;
-  using Base::lane_;
-  using Base::own_row_;
   using Base::p_;
   using Base::real_;
   using Base::row_;
-  using Base::shared_;
 
  public:
   ATTN_EXT_DEVICE QueryGradients(const BackwardParams& p, const T* delta) : Base(p, delta) {}
@@ -211,7 +130,7 @@ class QueryGradients : GradientBlock<Traits> {
                                const bool (&own_bias)[kMaxBiases]) {
     Base::begin_sequence(b, hkv);
     if (!Base::begin_rows(row_begin, Base::stacked_rows())) return;
-    Four<T> acc[Traits::kOwnRows][Traits::kVectors] = {};
+    typename Base::Sums acc = {};
     for (int64_t start = Base::first_tile(); start < Base::key_hi_; start += Traits::kKeys) {
       typename Base::Scores ds;
       if (column_begin == 0 && (own_bias[0] || own_bias[1])) {
@@ -221,43 +140,18 @@ class QueryGradients : GradientBlock<Traits> {
       if (!p_.dq) continue;
       Base::compute_score_gradients(start, ds, true);
       Base::store_tile(ds);
-      T zero = 0;
-      ATTN_EXT_ROLLED
-      for (int j = thread_index() / 32; j < Traits::kKeys; j += Base::kWarps) {
-        zero += Base::load_factor(j, Base::row_of(p_.k, start + j), p_.k, T(1), column_begin, p_.D);
-      }
-      const uint32_t* hidden = sync_block_or(zero != zero) ? Base::share_hidden() : nullptr;
-      multiply_tile(acc, hidden);
+      const auto row_at = [&](int j) { return Base::row_of(p_.k, start + j); };
+      const uint32_t* hidden = Base::template load_factor<typename Traits::Kv>(p_.k, T(1), column_begin, p_.D, row_at);
+      Base::multiply_tile(hidden, acc);
     }
-    if (p_.dq) store(acc, column_begin);
+    if (!p_.dq) return;
+    ATTN_EXT_UNROLL
+    for (int m = 0; m < Traits::kOwnRows; ++m) {
+      if (real_[m]) Base::store_row(p_.dq, m, static_cast<T>(p_.scale), column_begin, p_.D, acc);
+    }
   }
 
  private:
-  // acc += ds · k
-  ATTN_EXT_DEVICE void multiply_tile(Four<T> (&acc)[Traits::kOwnRows][Traits::kVectors], const uint32_t* hidden) {
-    const auto* ds = reinterpret_cast<const Four<T>*>(shared_ + Traits::kTile + own_row_ * Traits::kKeyPitch);
-    const auto* k = reinterpret_cast<const Four<T>*>(shared_ + Traits::kFactor);
-    ATTN_EXT_ROLLED
-    for (int j = 0; j < Traits::kKeys; j += 4) {
-      Four<T> left[Traits::kOwnRows];
-      ATTN_EXT_UNROLL
-      for (int m = 0; m < Traits::kOwnRows; ++m) left[m] = load_shared(ds + (m * Traits::kKeyPitch + j) / 4);
-      ATTN_EXT_UNROLL
-      for (int n = 0; n < 4; ++n) {
-        ATTN_EXT_UNROLL
-        for (int c = 0; c < Traits::kVectors; ++c) {
-          const auto right = load_shared(k + (j + n) * (Traits::kColumns / 4) + c * Traits::kLanesPerRow + lane_);
-          ATTN_EXT_UNROLL
-          for (int m = 0; m < Traits::kOwnRows; ++m) {
-            if (hidden && load_shared(hidden + own_row_ + m) >> (j + n) & 1u) continue;
-            ATTN_EXT_UNROLL
-            for (int e = 0; e < 4; ++e) acc[m][c].x[e] = fma_of(left[m].x[n], right.x[e], acc[m][c].x[e]);
-          }
-        }
-      }
-    }
-  }
-
   ATTN_EXT_DEVICE void store_bias_gradients(int64_t start, const typename Base::Scores& ds,
                                             const bool (&own_bias)[kMaxBiases]) {
     ATTN_EXT_UNROLL
@@ -271,24 +165,6 @@ class QueryGradients : GradientBlock<Traits> {
           const int64_t j = Base::own_key(start) + n;
           if (!real_[m] || j >= Base::sequence_.Lk) continue;
           store_number(address(out, p_.batch_inner, row_[m].b, row_[m].h, row_[m].i, j), out.dtype, ds[m][n]);
-        }
-      }
-    }
-  }
-
-  ATTN_EXT_DEVICE void store(const Four<T> (&acc)[Traits::kOwnRows][Traits::kVectors], int64_t column_begin) {
-    const auto scale = static_cast<T>(p_.scale);
-    ATTN_EXT_UNROLL
-    for (int m = 0; m < Traits::kOwnRows; ++m) {
-      if (!real_[m]) continue;
-      ATTN_EXT_UNROLL
-      for (int c = 0; c < Traits::kVectors; ++c) {
-        ATTN_EXT_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          const int64_t column = column_begin + (c * Traits::kLanesPerRow + lane_) * 4 + e;
-          if (column >= p_.D) continue;
-          char* at = address(p_.dq, p_.batch_inner, row_[m].b, row_[m].h, Base::sequence_.q_row + row_[m].i, column);
-          store_number(at, p_.dq.dtype, acc[m][c].x[e] * scale);
         }
       }
     }
@@ -323,12 +199,8 @@ class KeyGradients : GradientBlock<Traits> {
         Base::compute_weights(start, tile);
       }
       Base::store_tile(tile);
-      T zero = 0;
-      ATTN_EXT_ROLLED
-      for (int r = thread_index() / 32; r < Traits::kRows; r += Base::kWarps) {
-        zero += Base::load_factor(r, Base::address_of_row(factor, r), factor, by, column_begin, width);
-      }
-      const uint32_t* hidden = sync_block_or(zero != zero) ? Base::share_hidden() : nullptr;
+      const auto row_at = [&](int r) { return Base::address_of_row(factor, r); };
+      const uint32_t* hidden = Base::template load_factor<AnyStorage>(factor, by, column_begin, width, row_at);
       multiply_tile(acc, hidden);
     }
     store(acc, b, hkv, start, column_begin, width);
@@ -491,14 +363,14 @@ ATTN_EXT_KERNEL void bias_gradients(ATTN_EXT_GRID_CONSTANT const BackwardParams 
   }
 }
 
-constexpr int kThreads = 128, kWarp = 32;
+constexpr int kThreads = 128;
 
 // delta of every row: a warp a row of the padded shape.
 template <class T>
 ATTN_EXT_KERNEL void row_deltas(ATTN_EXT_GRID_CONSTANT const BackwardParams p, T* delta, int64_t rows) {
-  const int lane = thread_index() % kWarp;
-  constexpr int64_t kWarps = kThreads / kWarp;
-  for (int64_t r = block_index() * kWarps + thread_index() / kWarp; r < rows; r += block_count() * kWarps) {
+  const int lane = thread_index() % kWarpSize;
+  constexpr int64_t kWarps = kThreads / kWarpSize;
+  for (int64_t r = block_index() * kWarps + thread_index() / kWarpSize; r < rows; r += block_count() * kWarps) {
     const int64_t i = r % p.Lq, h = r / p.Lq % p.Hq, b = r / p.Lq / p.Hq;
     const Sequence sequence = sequence_of(p, b);
     if (i >= sequence.Lq) continue;
@@ -509,14 +381,14 @@ ATTN_EXT_KERNEL void row_deltas(ATTN_EXT_GRID_CONSTANT const BackwardParams p, T
     const bool only_sink = p.sinks && sum == T(1) && max == static_cast<T>(load_global(p.sinks + h));
     T total = 0;
     if (sum != T(0) && !only_sink) {
-      for (int64_t d = lane; d < p.Dv; d += kWarp) {
+      for (int64_t d = lane; d < p.Dv; d += kWarpSize) {
         const char* go = address(p.grad_out, p.batch_inner, b, h, row, d);
         const char* out = address(p.out, p.batch_inner, b, h, row, d);
         total = fma_of(load_number<T, AnyStorage>(go, p.grad_out.dtype), load_number<T, AnyStorage>(out, p.out.dtype),
                        total);
       }
     }
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) total += shuffle_xor(total, mask);
+    total = join_lanes<kWarpSize, Sum>(total);
     if (lane != 0) continue;
     if (p.grad_lse && sum != T(0)) total -= load_global(row_address<const T>(p.grad_lse, b, h) + row);
     store_global(delta + offset, total);
@@ -555,18 +427,13 @@ ATTN_EXT_KERNEL void sink_gradients(ATTN_EXT_GRID_CONSTANT const BackwardParams 
 
 // ---- Launchers -----------------------------------------------------------------------------------------------------
 
-int64_t fewer(int64_t tasks) { return tasks < most_blocks ? tasks : most_blocks; }
-
 template <class Traits>
-void backward_of(const BackwardParams& p, typename Traits::Number* delta, Stream stream) {
+void backward_of(const BackwardParams& p, typename Traits::Number* delta, StreamHandle stream) {
   using T = typename Traits::Number;
   const int64_t rows = p.batch * p.Hq * p.Lq;
-  if (rows > 0) {
-    launch("row_deltas", row_deltas<T>, fewer(pieces(rows, kThreads / kWarp)), kThreads, 0, stream, p, delta, rows);
-  }
-  if (p.dsinks && p.Hq > 0) {
-    launch("sink_gradients", sink_gradients<T>, fewer(p.Hq), kThreads, kThreads * sizeof(double), stream, p,
-           static_cast<const T*>(delta));
+  launch_tasks("row_deltas", row_deltas<T>, pieces(rows, kThreads / kWarpSize), kThreads, 0, stream, p, delta, rows);
+  if (p.dsinks) {
+    launch_tasks("sink_gradients", sink_gradients<T>, p.Hq, kThreads, kThreads * sizeof(double), stream, p, delta);
   }
   Cut queries;
   for (int n = 0; n < kMaxBiases; ++n) {
@@ -581,27 +448,22 @@ void backward_of(const BackwardParams& p, typename Traits::Number* delta, Stream
     cut.row_tiles = varies[3] ? pieces(p.Lq, Traits::kRows) : 1;
     cut.key_tiles = varies[4] ? pieces(p.Lk, Traits::kKeys) : 1;
     cut.tasks = (varies[0] ? p.batch / p.batch_inner : 1) * cut.b1s * cut.heads * cut.row_tiles * cut.key_tiles;
-    if (cut.tasks == 0) continue;
-    launch("bias_gradients", bias_gradients<Traits>, fewer(cut.tasks), Traits::kThreads, Traits::kSharedBytes, stream,
-           p, static_cast<const T*>(delta), n, cut);
+    launch_tasks("bias_gradients", bias_gradients<Traits>, cut.tasks, Traits::kThreads, Traits::kSharedBytes, stream, p,
+                 delta, n, cut);
   }
   if (p.dq || queries.own_bias[0] || queries.own_bias[1]) {
     queries.blocks = pieces(p.Hq / p.Hkv * p.Lq, Traits::kRows);
     queries.column_blocks = p.dq ? pieces(p.D, Traits::kColumns) : 1;
     queries.tasks = p.batch * p.Hkv * queries.blocks * queries.column_blocks;
-    if (queries.tasks > 0) {
-      launch("query_gradients", query_gradients<Traits>, fewer(queries.tasks), Traits::kThreads, Traits::kSharedBytes,
-             stream, p, static_cast<const T*>(delta), queries);
-    }
+    launch_tasks("query_gradients", query_gradients<Traits>, queries.tasks, Traits::kThreads, Traits::kSharedBytes,
+                 stream, p, delta, queries);
   }
   const auto launch_keys = [&](auto kernel, const char* name, int64_t width) {
     Cut keys;
     keys.blocks = pieces(p.Lk, Traits::kKeys);
     keys.column_blocks = pieces(width, Traits::kColumns);
     keys.tasks = p.batch * p.Hkv * keys.blocks * keys.column_blocks;
-    if (keys.tasks == 0) return;
-    launch(name, kernel, fewer(keys.tasks), Traits::kThreads, Traits::kSharedBytes, stream, p,
-           static_cast<const T*>(delta), keys);
+    launch_tasks(name, kernel, keys.tasks, Traits::kThreads, Traits::kSharedBytes, stream, p, delta, keys);
   };
   if (p.dk) launch_keys(key_gradients<Traits, Of::keys>, "key_gradients", p.D);
   if (p.dv) launch_keys(key_gradients<Traits, Of::values>, "value_gradients", p.Dv);
@@ -612,9 +474,9 @@ void backward_of(const BackwardParams& p, typename Traits::Number* delta, Stream
 void backward(const BackwardParams& p, void* delta, StreamHandle stream) {
   if (p.batch == 0 || p.Hkv == 0) return;
   if (p.q.dtype == DType::float64) {
-    backward_of<Gradient<double, double, 64>>(p, static_cast<double*>(delta), static_cast<Stream>(stream));
+    backward_of<Gradient<double, double, 64>>(p, static_cast<double*>(delta), stream);
   } else {
-    backward_of<Gradient<float, AnyStorage, 64>>(p, static_cast<float*>(delta), static_cast<Stream>(stream));
+    backward_of<Gradient<float, AnyStorage, 64>>(p, static_cast<float*>(delta), stream);
   }
 }
 

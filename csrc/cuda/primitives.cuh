@@ -94,10 +94,9 @@ inline void expect_success(const char* name, cudaError_t status) {
   throw std::runtime_error(std::string("attn_ext: ") + name + ": " + cudaGetErrorString(status));
 }
 
-// The one place where kernels are launched.
-template <class... Args>
-inline void launch(const char* name, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes,
-                   Stream stream, const Args&... args) {
+template <class Kernel, class... Args>
+inline void launch(const char* name, Kernel kernel, int64_t blocks, int threads, size_t shared_bytes, Stream stream,
+                   const Args&... args) {
   constexpr size_t kWithoutAsking = 48 * 1024;
   if (shared_bytes > kWithoutAsking) {
     expect_success(name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -110,3 +109,50 @@ inline void launch(const char* name, void (*kernel)(Args...), int64_t blocks, in
 }  // namespace attn_ext::cuda
 
 #endif
+
+namespace attn_ext::cuda {
+
+inline constexpr int kWarpSize = 32;
+
+// The one place where kernels are launched: blocks that walk over `tasks`, or nothing where there are none.
+template <class Kernel, class... Args>
+inline void launch_tasks(const char* name, Kernel kernel, int64_t tasks, int threads, size_t shared_bytes, void* stream,
+                         const Args&... args) {
+  if (tasks <= 0) return;
+  launch(name, kernel, tasks < most_blocks ? tasks : most_blocks, threads, shared_bytes, static_cast<Stream>(stream),
+         args...);
+}
+
+// The smallest number of pieces of `size` that cover n.
+constexpr int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+struct Sum {
+  template <class T>
+  ATTN_EXT_DEVICE T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+struct Largest {  // a where either is NaN
+  template <class T>
+  ATTN_EXT_DEVICE T operator()(T a, T b) const {
+    return b > a ? b : a;
+  }
+};
+struct Smallest {
+  template <class T>
+  ATTN_EXT_DEVICE T operator()(T a, T b) const {
+    return b < a ? b : a;
+  }
+};
+struct Either {
+  ATTN_EXT_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const { return a | b; }
+};
+
+// x of `lanes` neighbouring lanes, a power of two, joined by one tree; all of them get the result.
+template <int lanes, class Op, class T>
+ATTN_EXT_DEVICE T join_lanes(T x, Site site = Site::here()) {
+  for (int mask = lanes / 2; mask > 0; mask /= 2) x = Op()(x, shuffle_xor(x, mask, site));
+  return x;
+}
+
+}  // namespace attn_ext::cuda

@@ -135,14 +135,31 @@ class ScoreBlock {
     return true;
   }
 
-  // Where the rows that this thread loads lie in a tensor of the queries' shape; null where there is no row.
+  // What the forward saved of the own rows: their weights are exp2((x − max)·c) · inverse.
+  ATTN_EXT_DEVICE void load_statistics(const RowView& row_max, const RowView& row_sum, T (&max)[Traits::kOwnRows],
+                                       T (&inverse)[Traits::kOwnRows]) const {
+    ATTN_EXT_UNROLL
+    for (int m = 0; m < Traits::kOwnRows; ++m) {
+      if (!real_[m]) continue;
+      const int64_t at = sequence_.q_row + row_[m].i;
+      const T saved = load_global(row_address<const T>(row_max, row_[m].b, row_[m].h) + at);
+      const T sum = load_global(row_address<const T>(row_sum, row_[m].b, row_[m].h) + at);
+      max[m] = saved == -kInfinity<T> ? T(0) : saved;
+      inverse[m] = sum == T(0) ? T(0) : T(1) / sum;
+    }
+  }
+
+  // Where row r of the block lies in a tensor of the queries' shape; null where there is no row.
+  ATTN_EXT_DEVICE const char* address_of_row(const TensorView& view, int r) const {
+    ScoreRow row;
+    if (!row_at(r, row)) return nullptr;
+    return address(view, p_.batch_inner, row.b, row.h, sequence_.q_row + row.i);
+  }
+
+  // Where the rows that this thread loads lie in such a tensor.
   ATTN_EXT_DEVICE void find_addresses(const TensorView& view, const char* (&rows)[kRowLoads]) const {
     ATTN_EXT_UNROLL
-    for (int n = 0; n < kRowLoads; ++n) {
-      ScoreRow row;
-      const bool real = row_at(n * kLoadRows + thread_index() / 8, row);
-      rows[n] = real ? address(view, p_.batch_inner, row.b, row.h, sequence_.q_row + row.i) : nullptr;
-    }
+    for (int n = 0; n < kRowLoads; ++n) rows[n] = address_of_row(view, n * kLoadRows + thread_index() / 8);
   }
 
   // x += a · bᵀ, each sum one chain over `width`: a are rows of the block (times `factor`), b the tile's rows of k or v.
@@ -202,11 +219,11 @@ class ScoreBlock {
       real_[m] = row_at(own_row_ + m, row_[m]);
       if (!real_[m]) continue;
       const KeyRange keys = row_[m].keys;
-      lo_max = keys.lo > lo_max ? keys.lo : lo_max;
-      hi_min = keys.hi < hi_min ? keys.hi : hi_min;
+      lo_max = Largest()(lo_max, keys.lo);
+      hi_min = Smallest()(hi_min, keys.hi);
       if (keys.empty()) continue;
-      lo = keys.lo < lo ? keys.lo : lo;
-      hi = keys.hi > hi ? keys.hi : hi;
+      lo = Smallest()(lo, keys.lo);
+      hi = Largest()(hi, keys.hi);
     }
     key_lo_ = block_min(lo);
     key_hi_ = -block_min(-hi);
@@ -217,18 +234,12 @@ class ScoreBlock {
 
   // The smallest `x` of all threads, through the shared memory of q.
   ATTN_EXT_DEVICE int64_t block_min(int64_t x) {
-    for (int mask = 16; mask > 0; mask /= 2) {
-      const int64_t other = shuffle_xor(x, mask);
-      x = other < x ? other : x;
-    }
+    x = join_lanes<kWarpSize, Smallest>(x);
     auto* warps = reinterpret_cast<int64_t*>(shared_ + Traits::kQ);
     sync_block();  // whoever reads what was there before
-    if (thread_index() % 32 == 0) store_shared(warps + thread_index() / 32, x);
+    if (thread_index() % kWarpSize == 0) store_shared(warps + thread_index() / kWarpSize, x);
     sync_block();
-    for (int warp = 0; warp < Traits::kThreads / 32; ++warp) {
-      const int64_t other = load_shared(warps + warp);
-      x = other < x ? other : x;
-    }
+    for (int warp = 0; warp < Traits::kThreads / kWarpSize; ++warp) x = Smallest()(x, load_shared(warps + warp));
     return x;
   }
 
@@ -248,8 +259,5 @@ class ScoreBlock {
   ScoreRow row_[Traits::kOwnRows];
   bool real_[Traits::kOwnRows];
 };
-
-// The smallest number of pieces of `size` that cover n.
-constexpr int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 }  // namespace attn_ext::cuda

@@ -21,15 +21,7 @@ class WeightsBlock : ScoreBlock<Traits> {
     Base::begin_sequence(b, hkv);
     if (!Base::begin_rows(row_begin, Base::stacked_rows())) return;
     T max[Traits::kOwnRows], inverse[Traits::kOwnRows];
-    ATTN_EXT_UNROLL
-    for (int m = 0; m < Traits::kOwnRows; ++m) {
-      if (!Base::real_[m]) continue;
-      const ScoreRow& row = Base::row_[m];
-      const T saved = load_global(row_address<const T>(p_.row_max, row.b, row.h) + row.i);
-      const T sum = load_global(row_address<const T>(p_.row_sum, row.b, row.h) + row.i);
-      max[m] = saved == -kInfinity<T> ? T(0) : saved;
-      inverse[m] = sum == T(0) ? T(0) : T(1) / sum;
-    }
+    Base::load_statistics(p_.row_max, p_.row_sum, max, inverse);
     for (int64_t start = Base::first_tile(); start < Base::key_hi_; start += Traits::kKeys) {
       typename Base::Scores x;
       Base::compute_scores(start, x);
@@ -66,8 +58,8 @@ ATTN_EXT_KERNEL void weights_kernel(ATTN_EXT_GRID_CONSTANT const WeightsParams p
 template <class Traits>
 void launch_weights(const WeightsParams& p, StreamHandle stream) {
   const int64_t row_blocks = pieces(p.Hq / p.Hkv * p.Lq, Traits::kRows), tasks = p.batch * p.Hkv * row_blocks;
-  launch("weights", weights_kernel<Traits>, tasks < most_blocks ? tasks : most_blocks, Traits::kThreads,
-         Traits::kScoresBytes, static_cast<Stream>(stream), p, row_blocks, tasks);
+  launch_tasks("weights", weights_kernel<Traits>, tasks, Traits::kThreads, Traits::kScoresBytes, stream, p, row_blocks,
+               tasks);
 }
 
 }  // namespace

@@ -15,6 +15,19 @@ namespace {
 
 using attn_ext::cuda_sim::Allow;
 
+// How many of everything a call has: packed sequences have no batch dim.
+struct Counts {
+  int64_t outer, inner, batch, q_rows, k_rows, element;
+
+  explicit Counts(const AttentionParams& p)
+      : outer(p.cu_q ? 1 : p.batch / std::max<int64_t>(p.batch_inner, 1)),
+        inner(p.cu_q ? 1 : p.batch_inner),
+        batch(p.cu_q ? 1 : p.batch),
+        q_rows(p.cu_q ? p.cu_q[p.batch] : p.Lq),
+        k_rows(p.cu_k ? p.cu_k[p.batch] : p.Lk),
+        element(p.q.dtype == DType::float64 ? 8 : 4) {}
+};
+
 class Allowed {
  public:
   // `counts` entries along each dim, outer batch first.
@@ -71,14 +84,11 @@ class Allowed {
            access);
   }
 
-  void options(const AttentionParams& p) {
-    const int64_t outer = p.batch / std::max<int64_t>(p.batch_inner, 1);
-    const bool packed = p.cu_q != nullptr;
-    const int64_t q_rows = packed ? p.cu_q[p.batch] : p.Lq;
-    tensor(p.q, {packed ? 1 : outer, packed ? 1 : p.batch_inner, p.Hq, q_rows, p.D}, Allow::Access::read);
+  void options(const AttentionParams& p, const Counts& n) {
+    tensor(p.q, {n.outer, n.inner, p.Hq, n.q_rows, p.D}, Allow::Access::read);
     if (p.cu_k != nullptr) {
-      tensor(p.k, {1, 1, p.Hkv, p.cu_k[p.batch], p.D}, Allow::Access::read);
-      tensor(p.v, {1, 1, p.Hkv, p.cu_k[p.batch], p.Dv}, Allow::Access::read);
+      tensor(p.k, {1, 1, p.Hkv, n.k_rows, p.D}, Allow::Access::read);
+      tensor(p.v, {1, 1, p.Hkv, n.k_rows, p.Dv}, Allow::Access::read);
     } else {
       cache(p.k, p.layout, p.batch, p.batch_inner, p.Hkv, p.Lk, p.D, Allow::Access::read);
       cache(p.v, p.layout, p.batch, p.batch_inner, p.Hkv, p.Lk, p.Dv, Allow::Access::read);
@@ -90,7 +100,7 @@ class Allowed {
     numbers(p.row_positions, p.Lq);
     table(p.layout, p.batch, p.Lk);
     for (const TensorView* view : {&p.mask, &p.bias[0], &p.bias[1]}) {
-      tensor(*view, {outer, p.batch_inner, p.Hq, p.Lq, p.Lk}, Allow::Access::read);
+      tensor(*view, {n.outer, n.inner, p.Hq, p.Lq, p.Lk}, Allow::Access::read);
     }
     const int64_t slopes = p.alibi_stride_b > 0 ? p.batch * p.Hq : p.Hq;
     bytes(p.alibi_slopes, slopes * int64_t{sizeof(float)}, Allow::Access::read);
@@ -112,16 +122,11 @@ void choose_blocks() {
 void forward(const ForwardParams& p, const Parallel&) {
   choose_blocks();
   Allowed allowed;
-  allowed.options(p);
-  const int64_t outer = p.batch / std::max<int64_t>(p.batch_inner, 1), total = p.cu_q ? p.cu_q[p.batch] : 0;
-  if (p.cu_q) {
-    allowed.tensor(p.out, {1, 1, p.Hq, total, p.Dv}, Allow::Access::read_write);
-  } else {
-    allowed.tensor(p.out, {outer, p.batch_inner, p.Hq, p.Lq, p.Dv}, Allow::Access::read_write);
-  }
-  const int64_t element = p.q.dtype == DType::float64 ? 8 : 4;
+  const Counts n(p);
+  allowed.options(p, n);
+  allowed.tensor(p.out, {n.outer, n.inner, p.Hq, n.q_rows, p.Dv}, Allow::Access::read_write);
   for (const RowView* rows : {&p.lse, &p.row_max, &p.row_sum}) {
-    allowed.rows(*rows, p.cu_q ? 1 : p.batch, p.Hq, p.cu_q ? total : p.Lq, element, Allow::Access::read_write);
+    allowed.rows(*rows, n.batch, p.Hq, n.q_rows, n.element, Allow::Access::read_write);
   }
   cuda::forward(p, nullptr);
 }
@@ -129,36 +134,34 @@ void forward(const ForwardParams& p, const Parallel&) {
 void backward(const BackwardParams& p, const Parallel&) {
   choose_blocks();
   Allowed allowed;
-  allowed.options(p);
-  const bool packed = p.cu_q != nullptr;
-  const int64_t outer = packed ? 1 : p.batch / std::max<int64_t>(p.batch_inner, 1), inner = packed ? 1 : p.batch_inner;
-  const int64_t q_rows = packed ? p.cu_q[p.batch] : p.Lq, k_rows = packed ? p.cu_k[p.batch] : p.Lk;
-  const int64_t batch = packed ? 1 : p.batch, element = p.q.dtype == DType::float64 ? 8 : 4;
-  allowed.tensor(p.out, {outer, inner, p.Hq, q_rows, p.Dv}, Allow::Access::read);
-  allowed.tensor(p.grad_out, {outer, inner, p.Hq, q_rows, p.Dv}, Allow::Access::read);
+  const Counts n(p);
+  allowed.options(p, n);
+  allowed.tensor(p.out, {n.outer, n.inner, p.Hq, n.q_rows, p.Dv}, Allow::Access::read);
+  allowed.tensor(p.grad_out, {n.outer, n.inner, p.Hq, n.q_rows, p.Dv}, Allow::Access::read);
   for (const RowView* rows : {&p.grad_lse, &p.row_max, &p.row_sum}) {
-    allowed.rows(*rows, batch, p.Hq, q_rows, element, Allow::Access::read);
+    allowed.rows(*rows, n.batch, p.Hq, n.q_rows, n.element, Allow::Access::read);
   }
-  allowed.tensor(p.dq, {outer, inner, p.Hq, q_rows, p.D}, Allow::Access::read_write);
-  allowed.tensor(p.dk, {outer, inner, p.Hkv, k_rows, p.D}, Allow::Access::read_write);
-  allowed.tensor(p.dv, {outer, inner, p.Hkv, k_rows, p.Dv}, Allow::Access::read_write);
+  allowed.tensor(p.dq, {n.outer, n.inner, p.Hq, n.q_rows, p.D}, Allow::Access::read_write);
+  allowed.tensor(p.dk, {n.outer, n.inner, p.Hkv, n.k_rows, p.D}, Allow::Access::read_write);
+  allowed.tensor(p.dv, {n.outer, n.inner, p.Hkv, n.k_rows, p.Dv}, Allow::Access::read_write);
   for (const TensorView& view : p.dbias) {
-    allowed.tensor(view, {outer, inner, p.Hq, p.Lq, p.Lk}, Allow::Access::read_write);
+    allowed.tensor(view, {n.outer, n.inner, p.Hq, p.Lq, p.Lk}, Allow::Access::read_write);
   }
   allowed.bytes(p.dsinks, p.Hq * int64_t{sizeof(double)}, Allow::Access::read_write);
-  std::vector<char> delta(static_cast<size_t>(batch * p.Hq * q_rows * element) + 8);
-  allowed.bytes(delta.data(), batch * p.Hq * q_rows * element, Allow::Access::read_write);
+  std::vector<char> delta(static_cast<size_t>(n.batch * p.Hq * n.q_rows * n.element));
+  allowed.bytes(delta.data(), n.batch * p.Hq * n.q_rows * n.element, Allow::Access::read_write);
   cuda::backward(p, delta.data(), nullptr);
 }
 
 void weights(const WeightsParams& p, const Parallel&) {
   choose_blocks();
   Allowed allowed;
-  allowed.options(p);
-  const int64_t outer = p.batch / std::max<int64_t>(p.batch_inner, 1), element = p.q.dtype == DType::float64 ? 8 : 4;
-  allowed.tensor(p.weights, {outer, p.batch_inner, p.Hq, p.Lq, p.Lk}, Allow::Access::read_write);
-  allowed.rows(p.row_max, p.batch, p.Hq, p.Lq, element, Allow::Access::read);
-  allowed.rows(p.row_sum, p.batch, p.Hq, p.Lq, element, Allow::Access::read);
+  const Counts n(p);
+  allowed.options(p, n);
+  allowed.tensor(p.weights, {n.outer, n.inner, p.Hq, p.Lq, p.Lk}, Allow::Access::read_write);
+  for (const RowView* rows : {&p.row_max, &p.row_sum}) {
+    allowed.rows(*rows, n.batch, p.Hq, n.q_rows, n.element, Allow::Access::read);
+  }
   cuda::weights(p, nullptr);
 }
 

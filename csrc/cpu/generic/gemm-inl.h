@@ -116,8 +116,8 @@ inline void with_row_count(int64_t rows, F&& f) {
 }
 
 // One strip (at most kTileRows rows) times one panel of B, `vecs` (1 or 2) vectors wide.
-template <class T, Start start, Along along, class B, class... Asked>
-inline void multiply(int64_t rows, int vecs, int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T* c,
+template <class T, Start start, Along along, class... Asked>
+inline void multiply(int64_t rows, int vecs, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
                      int64_t ldc, Asked... ahead) {
   with_row_count<T>(rows, [&](auto count) {
     constexpr int MR = decltype(count)::value;
