@@ -61,7 +61,8 @@ template <class B, int part, bool first, Along along, class T, int MR, int NV>
     for (int n = 0; n < NV; ++n) acc[r][n] = first ? ark * bk[n] : V::fma(ark, bk[n], acc[r][n]);
   }
   if constexpr (part + 1 < kParts<B>) {
-    tile_parts<B, part + 1, false, along>(a + (along == Along::k ? 1 : lda), lda, rows, acc);
+    static_assert(along == Along::k);  // words come from rows of k
+    tile_parts<B, part + 1, false, along>(a + 1, lda, rows, acc);
   }
 }
 
