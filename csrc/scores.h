@@ -25,6 +25,7 @@ struct ScoreUnits {
   T c;         // softmax weights are exp2((x − max x) · c)
   T unit;      // lse = max x · unit + ln(sum)
 
+  ScoreUnits() = default;
   ATTN_EXT_SHARED explicit ScoreUnits(const AttentionParams& p)
       : scaled(p.scores_are_scaled()),
         q_factor(!scaled && p.scale < 0 ? T(-1) : T(1)),

@@ -471,8 +471,7 @@ void backward_of(const BackwardParams& p, typename Traits::Number* delta, Stream
 
 }  // namespace
 
-void backward(const BackwardParams& p, void* delta, StreamHandle stream) {
-  if (p.batch == 0 || p.Hkv == 0) return;
+void backward_general(const BackwardParams& p, void* delta, StreamHandle stream) {
   if (p.q.dtype == DType::float64) {
     backward_of<Gradient<double, double, 64>>(p, static_cast<double*>(delta), stream);
   } else {

@@ -114,24 +114,10 @@ class ForwardBlock : TileBlock<Traits> {
     for (int m = 0; m < Traits::kOwnRows; ++m) {
       if (!real_[m]) continue;
       const ScoreRow& row = row_[m];
-      T max = max_[m], sum = sum_[m], factor = 1;
-      const T sink = p_.sinks ? static_cast<T>(load_global(p_.sinks + row.h)) : -kInfinity<T>;
-      if (sink != -kInfinity<T>) {
-        const T now = Largest()(max, sink);
-        factor = max == now ? T(1) : exp2_of((max - now) * units_.c);
-        sum = sum * factor + (sink == now ? T(1) : exp2_of((sink - now) * units_.c));
-        max = now;
-      }
-      // A row without a key stays 0 whatever its sink, a NaN included.
-      const T inverse = sum_[m] == T(0) ? T(0) : T(1) / sum;
-      Base::store_row(p_.out, m, inverse == T(0) ? T(0) : factor * inverse, column_begin, p_.Dv, acc_);
-      if (lane_ != 0 || column_begin != 0) continue;
-      const int64_t at = sequence_.q_row + row.i;
-      if (p_.row_max) store_global(row_address<T>(p_.row_max, row.b, row.h) + at, max);
-      if (p_.row_sum) store_global(row_address<T>(p_.row_sum, row.b, row.h) + at, sum);
-      if (p_.lse) {
-        const T lse = sum == T(0) ? -kInfinity<T> : static_cast<T>(max * units_.unit + std::log(sum));
-        store_global(row_address<T>(p_.lse, row.b, row.h) + at, lse);
+      const RowEnd<T> end = end_row(p_, units_, row.h, max_[m], sum_[m]);
+      Base::store_row(p_.out, m, end.by, column_begin, p_.Dv, acc_);
+      if (lane_ == 0 && column_begin == 0) {
+        store_statistics(p_, units_, row.b, row.h, sequence_.q_row + row.i, end);
       }
     }
   }
@@ -172,8 +158,7 @@ void launch_general(const ForwardParams& p, StreamHandle stream) {
 
 }  // namespace
 
-void forward(const ForwardParams& p, StreamHandle stream) {
-  if (p.batch == 0 || p.Hq == 0 || p.Lq == 0) return;
+void forward_general(const ForwardParams& p, StreamHandle stream) {
   const bool wide = p.Dv > 64;
   if (p.k.dtype == DType::float64) {
     launch_general<General<double, double, 64>>(p, stream);

@@ -12,6 +12,13 @@ void forward(const ForwardParams& p, StreamHandle stream);
 // `delta` has room for a number of the compute type for every row, laid out as row_max is.
 void backward(const BackwardParams& p, void* delta, StreamHandle stream);
 
+// What forward and backward choose from (choice.cpp). Of the gradients backward_mma has those of q, k and v, from the delta
+// that backward_general has computed.
+void forward_mma(const ForwardParams& p, StreamHandle stream);
+void forward_general(const ForwardParams& p, StreamHandle stream);
+void backward_mma(const BackwardParams& p, const float* delta, StreamHandle stream);
+void backward_general(const BackwardParams& p, void* delta, StreamHandle stream);
+
 void weights(const WeightsParams& p, StreamHandle stream);
 void append(const AppendParams& p, StreamHandle stream);
 

@@ -3,9 +3,20 @@
 // tests/cuda_sim does what is asked for here and watches it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
+#include "storage.h"
+
 namespace attn_ext::cuda {
+
+// Neighbours that travel as one access.
+template <class T, int n>
+struct alignas(n * sizeof(T)) Several {
+  T x[n];
+};
+template <class T>
+using Four = Several<T, 4>;
 
 // Blocks of one launch at most, all along x. Kernels walk over what is beyond.
 #if defined(ATTN_EXT_CUDA_SIM)
@@ -28,6 +39,7 @@ inline constexpr int64_t most_blocks = 0x7fffffff;
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #define ATTN_EXT_KERNEL __global__
 #define ATTN_EXT_DEVICE __device__ __forceinline__
@@ -78,9 +90,97 @@ ATTN_EXT_DEVICE void store_shared(T* at, T value, Site = Site::here()) {
 ATTN_EXT_DEVICE void sync_block(Site = Site::here()) { __syncthreads(); }
 ATTN_EXT_DEVICE bool sync_block_or(bool flag, Site = Site::here()) { return __syncthreads_or(flag) != 0; }
 
+// What lane `lane` of the warp has.
+template <class T>
+ATTN_EXT_DEVICE T shuffle_from(T value, int lane, Site = Site::here()) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+
 template <class T>
 ATTN_EXT_DEVICE T shuffle_xor(T value, int lane_mask, Site = Site::here()) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// Shared memory as the instructions below want it.
+ATTN_EXT_DEVICE uint32_t shared_address(const void* at) { return static_cast<uint32_t>(__cvta_generic_to_shared(at)); }
+
+// 16 bytes to shared memory, of which `bytes` come from global memory and the rest are zeros. They have arrived where their
+// thread has waited for their group: wait_copies waits for all but the newest `pending` groups.
+ATTN_EXT_DEVICE void copy_async(void* to, const void* from, int bytes, Site = Site::here()) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+               : "memory");
+}
+ATTN_EXT_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int pending>
+ATTN_EXT_DEVICE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// Four 8 × 8 matrices of 16-bit numbers: lane l has the address of row l % 8 of matrix l / 8, and gets of each matrix row
+// l / 4, columns l % 4 · 2 and the next (transposed: column l / 4, rows l % 4 · 2 and the next).
+template <bool transposed>
+ATTN_EXT_DEVICE Four<uint32_t> load_matrices(const void* row, Site = Site::here()) {
+  Four<uint32_t> r;
+  if constexpr (transposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x[0]), "=r"(r.x[1]), "=r"(r.x[2]), "=r"(r.x[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x[0]), "=r"(r.x[1]), "=r"(r.x[2]), "=r"(r.x[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+  }
+  return r;
+}
+
+// acc += a · b, (16 × 16) · (16 × 8), accumulated in fp32. Lane l has, with g = l / 4 and t = l % 4 · 2: of acc (g, t),
+// (g, t + 1), (g + 8, t), (g + 8, t + 1); of a the pairs of columns from t on in rows g and g + 8, then the same from t + 8
+// on; of b the pairs of rows from t and t + 8 on in column g.
+template <class Storage>
+ATTN_EXT_DEVICE void multiply_matrices(Four<float>& acc, const Four<uint32_t>& a, const Several<uint32_t, 2>& b,
+                                       Site = Site::here()) {
+  if constexpr (std::is_same_v<Storage, bf16>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+        "%2, "
+        "%3};"
+        : "+f"(acc.x[0]), "+f"(acc.x[1]), "+f"(acc.x[2]), "+f"(acc.x[3])
+        : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(acc.x[0]), "+f"(acc.x[1]), "+f"(acc.x[2]), "+f"(acc.x[3])
+        : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
+  }
+}
+
+// Two numbers rounded to 16 bits, the first one in the low half.
+template <class Storage>
+ATTN_EXT_DEVICE uint32_t pack_pair(float low, float high) {
+  uint32_t pair;
+  if constexpr (std::is_same_v<Storage, bf16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
+// x, hidden from the compiler: what follows from it is computed where it is needed. It would otherwise be computed once,
+// before the loop, and kept in registers that there are not.
+ATTN_EXT_DEVICE int computed_here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// 2^-22 relative; what is below the normal numbers becomes 0. For what is rounded to 16 bits anyway.
+ATTN_EXT_DEVICE float exp2_approx(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
 }
 
 // exp2f has 2 ulp and no fast-math flag turns it into less.

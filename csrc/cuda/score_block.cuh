@@ -35,14 +35,6 @@ struct ScoreTraits {
   static constexpr size_t kScoresBytes = kScoresEnd * sizeof(T);
 };
 
-// Neighbours that travel as one access.
-template <class T, int n>
-struct alignas(n * sizeof(T)) Several {
-  T x[n];
-};
-template <class T>
-using Four = Several<T, 4>;
-
 template <class Traits>
 class ScoreBlock {
  protected:

@@ -81,4 +81,38 @@ ATTN_EXT_DEVICE T finish_score(const AttentionParams& p, const ScoreUnits<T>& un
   return x;
 }
 
+// What a row has come to: out = acc · by.
+template <class T>
+struct RowEnd {
+  T max, sum, by;
+};
+
+// Adds the sink to a row's max and sum over its keys.
+template <class T>
+ATTN_EXT_DEVICE RowEnd<T> end_row(const AttentionParams& p, const ScoreUnits<T>& units, int64_t h, T max, T sum) {
+  const T sink = p.sinks ? static_cast<T>(load_global(p.sinks + h)) : -kInfinity<T>;
+  const bool without_keys = sum == T(0);
+  T factor = 1;
+  if (sink != -kInfinity<T>) {
+    const T now = Largest()(max, sink);
+    factor = max == now ? T(1) : exp2_of((max - now) * units.c);
+    sum = sum * factor + (sink == now ? T(1) : exp2_of((sink - now) * units.c));
+    max = now;
+  }
+  // A row without a key stays 0 whatever its sink, a NaN included.
+  return {max, sum, without_keys ? T(0) : factor * (T(1) / sum)};
+}
+
+// Stores what was asked for of the statistics of row `at` of head h.
+template <class T>
+ATTN_EXT_DEVICE void store_statistics(const ForwardParams& p, const ScoreUnits<T>& units, int64_t b, int64_t h,
+                                      int64_t at, const RowEnd<T>& end) {
+  if (p.row_max) store_global(row_address<T>(p.row_max, b, h) + at, end.max);
+  if (p.row_sum) store_global(row_address<T>(p.row_sum, b, h) + at, end.sum);
+  if (p.lse) {
+    const T lse = end.sum == T(0) ? -kInfinity<T> : static_cast<T>(end.max * units.unit + std::log(end.sum));
+    store_global(row_address<T>(p.lse, b, h) + at, lse);
+  }
+}
+
 }  // namespace attn_ext::cuda

@@ -104,7 +104,8 @@ Gradients run_backward(const Problem& problem, const Forward& forward, int threa
 Tensor run_weights(const Problem& problem, const Forward& forward, int thread_count = 1);
 
 // The definition, row by row. The backward takes `out` as it was stored, as autograd does.
-Forward reference_forward(const Problem& problem);
+// `sums`: of the sizes of out's terms.
+Forward reference_forward(const Problem& problem, Tensor* sums = nullptr);
 // `sums` receives the sum of the absolute values of the terms of every gradient.
 Gradients reference_backward(const Problem& problem, const Tensor& out, Gradients& sums);
 Tensor reference_weights(const Problem& problem);

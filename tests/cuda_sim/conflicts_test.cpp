@@ -36,5 +36,18 @@ TEST(conflicts, of_the_general_kernels) {
   }
 }
 
+TEST(conflicts, of_the_kernels_on_tensor_cores) {
+  for (const int64_t D : {64, 128, 256}) {
+    for (const Causal causal : {Causal::none, Causal::top_left}) {
+      const Case c{
+          .name = "conflicts", .dtype = DType::bfloat16, .Lq = 64, .Lk = 64, .D = D, .Dv = D, .causal = causal};
+      for (const bool gradients : {false, true}) {
+        const double share = conflicts(c, gradients);
+        CHECK(share == 0, "D %ld, gradients %d: %g %%", long(D), gradients, share);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace attn_ext::test

@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "simulator.h"
+#include "storage.h"
 
 #define ATTN_EXT_KERNEL
 #define ATTN_EXT_DEVICE
@@ -58,10 +59,88 @@ inline void sync_block(Site site = Site::here()) { cuda_sim::wait_for_block(fals
 inline bool sync_block_or(bool flag, Site site = Site::here()) { return cuda_sim::wait_for_block(flag, site); }
 
 template <class T>
-inline T shuffle_xor(T value, int lane_mask, Site site = Site::here()) {
-  static_assert(sizeof(T) <= 16);
-  cuda_sim::exchange(&value, sizeof(T), (cuda_sim::thread_index() % cuda_sim::kWarpSize) ^ lane_mask, site);
+inline T shuffle_from(T value, int lane, Site site = Site::here()) {
+  cuda_sim::meet(&value, sizeof(T), site);
+  std::memcpy(&value, cuda_sim::brought_by(lane), sizeof(T));
   return value;
+}
+
+template <class T>
+inline T shuffle_xor(T value, int lane_mask, Site site = Site::here()) {
+  return shuffle_from(value, cuda_sim::thread_index() % cuda_sim::kWarpSize ^ lane_mask, site);
+}
+
+inline void copy_async(void* to, const void* from, int bytes, Site site = Site::here()) {
+  cuda_sim::begin_copy(to, from, static_cast<size_t>(bytes), site);
+}
+inline void commit_copies() { cuda_sim::end_group_of_copies(); }
+template <int pending>
+inline void wait_copies() {
+  cuda_sim::wait_for_copies(pending);
+}
+
+// ldmatrix: lane l has the address of row l % 8 of matrix l / 8 and gets of each matrix row l / 4, columns l % 4 · 2 and the
+// next (transposed: column l / 4, rows l % 4 · 2 and the next).
+template <bool transposed>
+inline Several<uint32_t, 4> load_matrices(const void* row, Site site = Site::here()) {
+  struct alignas(16) Row {
+    uint16_t x[8];
+  };
+  const Row own = load_shared(static_cast<const Row*>(row), site);
+  cuda_sim::meet(&own, sizeof(Row), site);
+  const int lane = cuda_sim::thread_index() % cuda_sim::kWarpSize, outer = lane / 4, inner = lane % 4 * 2;
+  Several<uint32_t, 4> result;
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const auto number = [&](int n) -> uint32_t {
+      const auto* rows = static_cast<const Row*>(cuda_sim::brought_by(matrix * 8 + (transposed ? n : outer)));
+      return rows->x[transposed ? outer : n];
+    };
+    result.x[matrix] = number(inner) | number(inner + 1) << 16;
+  }
+  return result;
+}
+
+// mma.m16n8k16: acc += a · b. Lane l has, with g = l / 4 and t = l % 4 · 2: of acc (g, t), (g, t + 1), (g + 8, t), (g + 8, t +
+// 1); of a the pairs of columns from t on in rows g and g + 8, then the same from t + 8 on; of b the pairs of rows from t
+// and t + 8 on in column g. The sums run in double here; a GPU's order and rounding are not laid down.
+template <class Storage>
+inline void multiply_matrices(Several<float, 4>& acc, const Several<uint32_t, 4>& a, const Several<uint32_t, 2>& b,
+                              Site site = Site::here()) {
+  struct Brought {
+    Several<uint32_t, 4> a;
+    Several<uint32_t, 2> b;
+  };
+  const Brought own{a, b};
+  cuda_sim::meet(&own, sizeof(Brought), site);
+  const int lane = cuda_sim::thread_index() % cuda_sim::kWarpSize, g = lane / 4, t = lane % 4 * 2;
+  const auto brought = [](int from) { return static_cast<const Brought*>(cuda_sim::brought_by(from)); };
+  const auto number = [](uint32_t pair, int n) {
+    return static_cast<double>(to_float(Storage{static_cast<uint16_t>(pair >> (16 * n))}));
+  };
+  double sums[4] = {};
+  for (int k = 0; k < 16; ++k) {
+    double left[2], right[2];
+    for (int n = 0; n < 2; ++n) {
+      left[n] = number(brought(g * 4 + k % 8 / 2)->a.x[k / 8 * 2 + n], k % 2);
+      right[n] = number(brought((t + n) * 4 + k % 8 / 2)->b.x[k / 8], k % 2);
+    }
+    for (int n = 0; n < 4; ++n) sums[n] += left[n / 2] * right[n % 2];
+  }
+  for (int n = 0; n < 4; ++n) acc.x[n] = static_cast<float>(acc.x[n] + sums[n]);
+}
+
+// Two numbers rounded to 16 bits, the first one in the low half.
+template <class Storage>
+inline uint32_t pack_pair(float low, float high) {
+  return convert_to<Storage>(low).bits | static_cast<uint32_t>(convert_to<Storage>(high).bits) << 16;
+}
+
+inline int computed_here(int x) { return x; }
+
+// What is below the normal numbers becomes 0.
+inline float exp2_approx(float x) {
+  const float power = std::exp2(x);
+  return power < 0x1p-126f ? 0.0f : power;
 }
 
 inline float exp2_of(float x) { return std::exp2(x); }

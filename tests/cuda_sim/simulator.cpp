@@ -5,6 +5,7 @@
 #include <boost/context/detail/fcontext.hpp>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <exception>
 #include <map>
 #include <memory>
@@ -41,17 +42,32 @@ uint64_t next_range = 0;
 
 // ---- One block -----------------------------------------------------------------------------------------------------
 
-enum class State { ready, at_barrier, in_exchange, done };
+constexpr size_t kMostBrought = 32;
+constexpr size_t kCopyBytes = 16;
+
+enum class State { ready, at_barrier, in_meeting, done };
+
+struct Copy {
+  size_t offset = 0;  // in shared memory
+  const void* from = nullptr;
+  size_t bytes = 0;
+};
 
 struct Thread {
   fiber::fcontext_t context = nullptr;
   State state = State::ready;
   Site site;  // where it waits
   bool flag = false;
-  // What it brings to an exchange, by the parity of how many there were: a lane may arrive at the next one before all have
-  // read this one's.
-  std::array<std::array<unsigned char, 16>, 2> brought{};
-  int64_t exchanges = 0;
+  // What it brings to a meeting of its warp, by the parity of how many there were: a lane may arrive at the next one
+  // before all have read this one's.
+  struct alignas(16) Brought {
+    std::array<unsigned char, kMostBrought> bytes;
+  };
+  std::array<Brought, 2> brought{};
+  int64_t meetings = 0;
+  // Copies on their way: those not yet in a group, and the groups, oldest first.
+  std::vector<Copy> ungrouped;
+  std::deque<std::vector<Copy>> groups;
 };
 
 // Everything before a barrier comes before everything after it. Nothing else puts accesses of two threads in order: an
@@ -68,6 +84,7 @@ struct Granule {
   Moment written;
   Moment read;                  // the last one
   bool read_by_others = false;  // by several threads since its barrier
+  int copied_by = -1;           // whose copy is on its way here
 
   void add_read(const Moment& moment) {
     const bool since = read.thread >= 0 && read.barrier == moment.barrier;
@@ -100,7 +117,11 @@ class Block {
 
   void check_shared(const void* at, size_t bytes, Use use, Site site);
   bool wait_for_block(bool flag, Site site);
-  void exchange(void* value, size_t bytes, int from, Site site);
+  void meet(const void* value, size_t bytes, Site site);
+  const void* brought_by(int lane) const;
+  void begin_copy(void* to, const void* from, size_t bytes, Site site);
+  void end_group_of_copies();
+  void wait_for_copies(int pending);
 
   Statistics counted;
 
@@ -224,7 +245,7 @@ bool Block::release_warps() {
     const size_t first = warp * kWarpSize, last = std::min(first + kWarpSize, threads_.size());
     bool all = true;
     for (size_t t = first; t < last; ++t) {
-      all &= threads_[t].state == State::in_exchange && threads_[t].site == threads_[first].site;
+      all &= threads_[t].state == State::in_meeting && threads_[t].site == threads_[first].site;
     }
     if (!all) continue;
     count_conflicts(static_cast<int>(warp));
@@ -261,10 +282,10 @@ std::string Block::at(int thread) const {
 // Nobody can go on: says who stands where.
 void Block::stuck() const {
   for (size_t t = 0; t < threads_.size(); ++t) {
-    if (threads_[t].state != State::in_exchange) continue;
+    if (threads_[t].state != State::in_meeting) continue;
     const size_t first = t / kWarpSize * kWarpSize, last = std::min(first + kWarpSize, threads_.size());
     for (size_t other = first; other < last; ++other) {
-      if (threads_[other].state == State::in_exchange && threads_[other].site == threads_[t].site) continue;
+      if (threads_[other].state == State::in_meeting && threads_[other].site == threads_[t].site) continue;
       throw Fault(FaultKind::divergent_warp, std::string(launch_.name) + ", block " + std::to_string(index_) + ": " +
                                                  at(static_cast<int>(t)) + ", but " + at(static_cast<int>(other)));
     }
@@ -302,6 +323,12 @@ void Block::check_shared(const void* at, size_t bytes, Use use, Site site) {
     if (granule.written.thread < 0 && use == Use::read) {
       throw Fault(FaultKind::uninitialized, who(current_) + " at " + text_of(site) + " reads shared byte " +
                                                 std::to_string(g * kGranule) + ", which nothing wrote");
+    }
+    if (granule.copied_by >= 0) {
+      throw Fault(FaultKind::race, who(current_) + (use == Use::read ? " reads" : " writes") + " shared byte " +
+                                       std::to_string(g * kGranule) + " at " + text_of(site) +
+                                       ", where a copy of thread " + std::to_string(granule.copied_by) +
+                                       " is on its way to that nobody waited for");
     }
     if (!granule.written.before(moment)) race(granule.written, "wrote");
     if (use == Use::write) {
@@ -350,14 +377,44 @@ bool Block::wait_for_block(bool flag, Site site) {
   return any_flag_;
 }
 
-void Block::exchange(void* value, size_t bytes, int from, Site site) {
+void Block::meet(const void* value, size_t bytes, Site site) {
+  if (bytes > kMostBrought) throw std::logic_error("cuda_sim: a lane brings more than there is room for");
   Thread& self = threads_[static_cast<size_t>(current_)];
-  const auto parity = static_cast<size_t>(self.exchanges % 2);
-  ++self.exchanges;
-  std::memcpy(self.brought[parity].data(), value, bytes);
-  wait(State::in_exchange, site);
-  const int source = current_ / kWarpSize * kWarpSize + from;
-  std::memcpy(value, threads_[static_cast<size_t>(source)].brought[parity].data(), bytes);
+  std::memcpy(self.brought[static_cast<size_t>(self.meetings++ % 2)].bytes.data(), value, bytes);
+  wait(State::in_meeting, site);
+}
+
+const void* Block::brought_by(int lane) const {
+  const auto parity = static_cast<size_t>((threads_[static_cast<size_t>(current_)].meetings - 1) % 2);
+  return threads_[static_cast<size_t>(current_ / kWarpSize * kWarpSize + lane)].brought[parity].bytes.data();
+}
+
+void Block::begin_copy(void* to, const void* from, size_t bytes, Site site) {
+  check_shared(to, kCopyBytes, Use::write, site);
+  const auto offset = static_cast<size_t>(static_cast<const char*>(to) - shared_.get());
+  for (size_t g = offset / kGranule; g * kGranule < offset + kCopyBytes; ++g) granules_[g].copied_by = current_;
+  threads_[static_cast<size_t>(current_)].ungrouped.push_back({offset, from, bytes});
+}
+
+void Block::end_group_of_copies() {
+  Thread& self = threads_[static_cast<size_t>(current_)];
+  self.groups.push_back(std::move(self.ungrouped));
+  self.ungrouped.clear();
+}
+
+void Block::wait_for_copies(int pending) {
+  Thread& self = threads_[static_cast<size_t>(current_)];
+  while (self.groups.size() > static_cast<size_t>(pending)) {
+    for (const Copy& copy : self.groups.front()) {
+      std::memset(shared_.get() + copy.offset, 0, kCopyBytes);
+      if (copy.bytes > 0) std::memcpy(shared_.get() + copy.offset, copy.from, copy.bytes);
+      for (size_t g = copy.offset / kGranule; g * kGranule < copy.offset + kCopyBytes; ++g) {
+        granules_[g].copied_by = -1;
+        granules_[g].written = now();
+      }
+    }
+    self.groups.pop_front();
+  }
 }
 
 }  // namespace
@@ -426,20 +483,32 @@ int64_t block_index() { return block().block_index(); }
 int64_t block_count() { return block().block_count(); }
 char* shared_memory() { return block().shared_memory(); }
 
-void check_global(const void* at, size_t bytes, Use use) {
+namespace {
+
+std::string text_of_access(size_t bytes, Use use) {
+  return std::string(block().name()) + ", block " + std::to_string(block().block_index()) + ", thread " +
+         std::to_string(block().thread_index()) + (use == Use::read ? " reads " : " writes ") + std::to_string(bytes) +
+         " bytes of global memory";
+}
+
+// That the call may touch them.
+void check_range(const void* at, size_t bytes, Use use) {
   Block& b = block();
   ++(use == Use::read ? b.counted.global_loads : b.counted.global_stores);
   const auto begin = reinterpret_cast<uintptr_t>(at);
-  const auto who = [&] {
-    return std::string(b.name()) + ", block " + std::to_string(b.block_index()) + ", thread " +
-           std::to_string(b.thread_index()) + (use == Use::read ? " reads " : " writes ") + std::to_string(bytes) +
-           " bytes of global memory";
-  };
-  if (begin % bytes != 0) throw Fault(FaultKind::misaligned, who() + " at an address that is no multiple of that");
   for (const auto& [key, range] : ranges) {
     if (begin >= range.begin && begin + bytes <= range.end && (use == Use::read || range.writable)) return;
   }
-  throw Fault(FaultKind::out_of_bounds, who() + " outside what the call may touch");
+  throw Fault(FaultKind::out_of_bounds, text_of_access(bytes, use) + " outside what the call may touch");
+}
+
+}  // namespace
+
+void check_global(const void* at, size_t bytes, Use use) {
+  if (reinterpret_cast<uintptr_t>(at) % bytes != 0) {
+    throw Fault(FaultKind::misaligned, text_of_access(bytes, use) + " at an address that is no multiple of that");
+  }
+  check_range(at, bytes, use);
 }
 
 void watch_read(const void* at, size_t bytes) {
@@ -448,6 +517,19 @@ void watch_read(const void* at, size_t bytes) {
 
 void check_shared(const void* at, size_t bytes, Use use, Site site) { block().check_shared(at, bytes, use, site); }
 bool wait_for_block(bool flag, Site site) { return block().wait_for_block(flag, site); }
-void exchange(void* value, size_t bytes, int from, Site site) { block().exchange(value, bytes, from, site); }
+void meet(const void* value, size_t bytes, Site site) { block().meet(value, bytes, site); }
+const void* brought_by(int lane) { return block().brought_by(lane); }
+
+void begin_copy(void* to, const void* from, size_t bytes, Site site) {
+  if (bytes > kCopyBytes) throw std::logic_error("cuda_sim: a copy of more than 16 bytes");
+  if (reinterpret_cast<uintptr_t>(from) % kCopyBytes != 0) {
+    throw Fault(FaultKind::misaligned,
+                std::string(block().name()) + " copies from an address that is no multiple of 16");
+  }
+  if (bytes > 0) check_range(from, bytes, Use::read);
+  block().begin_copy(to, from, bytes, site);
+}
+void end_group_of_copies() { block().end_group_of_copies(); }
+void wait_for_copies(int pending) { block().wait_for_copies(pending); }
 
 }  // namespace attn_ext::cuda_sim

@@ -6,7 +6,8 @@
 //   out of bounds      global memory outside the tensors of the call, shared memory outside the block's
 //   misaligned         an access not aligned to its own size
 //   uninitialized      shared memory read before anything was written there
-//   race               two threads at one place of shared memory, one of them writing, with no barrier in between
+//   race               two threads at one place of shared memory, one of them writing, with no barrier in between; or
+//                      anyone where a copy is on its way to that was not waited for
 //   divergent barrier  threads of a block at different barriers, or some of them at the end of the kernel
 //   divergent warp     lanes of a warp at different exchanges, or some of them elsewhere
 //
@@ -97,7 +98,15 @@ void check_shared(const void* at, size_t bytes, Use use, Site site);
 // All threads of the block wait for one another. Returns whether any of them came with `flag`.
 bool wait_for_block(bool flag, Site site);
 
-// The lanes of the warp exchange `bytes` (at most 16) from `value`: each gets what lane `from` brought.
-void exchange(void* value, size_t bytes, int from, Site site);
+// The lanes of the warp meet, each with `bytes` (at most 32) from `value`. What a lane has brought can be read until the one
+// who reads has come to its next meeting.
+void meet(const void* value, size_t bytes, Site site);
+const void* brought_by(int lane);
+
+// A copy of 16 bytes to shared memory, of which `bytes` come from global memory and the rest are zeros. It lands where its
+// thread waits for it, and no earlier: wait_for_copies lands all but the newest `pending` groups.
+void begin_copy(void* to, const void* from, size_t bytes, Site site);
+void end_group_of_copies();
+void wait_for_copies(int pending);
 
 }  // namespace attn_ext::cuda_sim

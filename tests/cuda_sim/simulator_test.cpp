@@ -100,6 +100,124 @@ TEST(simulator, exchanges) {
   }
 }
 
+// Every thread copies 16 bytes, and reads a number that its neighbour of the next warp copied.
+void copy_and_read(const float* from, float* out, bool with_wait, bool with_barrier) {
+  const int t = thread_index();
+  copy_async(shared() + t * 4, from + t * 4, t == 5 ? 4 : 16);
+  commit_copies();
+  if (with_wait) wait_copies<0>();
+  if (with_barrier) sync_block();
+  store_global(out + t, load_shared(shared() + (t + kWarpSize) % 64 * 4 + 3));
+}
+
+TEST(simulator, copies_land_where_they_are_waited_for) {
+  alignas(16) std::array<float, 256> from{};
+  for (size_t n = 0; n < from.size(); ++n) from[n] = static_cast<float>(n);
+  std::array<float, 64> out{};
+  const Allow allow_from(from.data(), sizeof from, Allow::Access::read);
+  const Allow allow_out(out.data(), sizeof out, Allow::Access::read_write);
+  cuda_sim::run({"copies", 2, 64, 1024}, [&] { copy_and_read(from.data(), out.data(), true, true); });
+  for (int t = 0; t < 64; ++t) {
+    const int neighbour = (t + 32) % 64;
+    const float want = neighbour == 5 ? 0.0f : static_cast<float>(neighbour * 4 + 3);  // 5 copied 4 bytes, 12 are zeros
+    CHECK(out[static_cast<size_t>(t)] == want, "thread %d: %g, not %g", t, out[static_cast<size_t>(t)], want);
+  }
+  expect_fault("missing wait", FaultKind::race, "is on its way to that nobody waited for",
+               [&] { copy_and_read(from.data(), out.data(), false, true); });
+  for (int attempt = 0; attempt < 4; ++attempt) {  // whichever runs first, as above
+    try {
+      cuda_sim::run({"a wait is no barrier", attempt + 1, 64, 1024},
+                    [&] { copy_and_read(from.data(), out.data(), true, false); });
+      attn_ext::test::fail(__FILE__, __LINE__, "a missing barrier was not seen");
+    } catch (const cuda_sim::Fault& fault) {
+      CHECK(fault.kind == FaultKind::race || fault.kind == FaultKind::uninitialized, "%s", fault.what());
+    }
+  }
+  expect_fault("the older group only", FaultKind::race, "is on its way to that nobody waited for", [&] {
+    if (thread_index() != 0) return;
+    for (int n = 0; n < 2; ++n) {
+      copy_async(shared() + n * 4, from.data() + n * 4, 16);
+      commit_copies();
+    }
+    wait_copies<1>();
+    if (load_shared(shared() + 1) != 1.0f) throw std::logic_error("the older group has not landed");
+    load_shared(shared() + 4);
+  });
+  expect_fault("a group that was not closed", FaultKind::race, "is on its way to that nobody waited for", [&] {
+    if (thread_index() != 0) return;
+    copy_async(shared(), from.data(), 16);
+    wait_copies<0>();
+    load_shared(shared());
+  });
+  expect_fault("copied over what others read", FaultKind::race, "read with no barrier in between", [&] {
+    if (thread_index() == 0) store_shared(shared(), 1.0f);
+    sync_block();
+    load_shared(shared());
+    if (thread_index() == 63) copy_async(shared(), from.data(), 16);
+  });
+  expect_fault("from beyond the tensor", FaultKind::out_of_bounds, "reads 16 bytes of global memory",
+               [&] { copy_async(shared() + thread_index() * 4, from.data() + 4 + thread_index() * 4, 16); });
+  expect_fault("to an odd address", FaultKind::misaligned, "16 bytes of shared memory at offset 4",
+               [&] { copy_async(shared() + 1, from.data(), 16); });
+  expect_fault("from an odd address", FaultKind::misaligned, "no multiple of 16",
+               [&] { copy_async(shared(), from.data() + 1, 16); });
+}
+
+// What tensor cores take and give, element by element.
+template <class Storage>
+void check_matrix_product() {
+  constexpr int kRows = 16, kDepth = 16, kColumns = 8;
+  std::array<float, kRows * kDepth> a{};
+  std::array<float, kDepth * kColumns> b{};
+  std::array<float, kRows * kColumns> got{};
+  attn_ext::test::Random random(7);
+  for (float& x : a) x = static_cast<float>(random.below(17)) - 8;
+  for (float& x : b) x = static_cast<float>(random.below(17)) - 8;
+  const Allow allow(got.data(), sizeof got, Allow::Access::read_write);
+  cuda_sim::run({"product", 1, 32, 2048}, [&] {
+    const int lane = thread_index();
+    auto* left = reinterpret_cast<Storage*>(shared_memory());  // 16 × 16, row by row
+    auto* right = left + kRows * kDepth;                       // 16 × 8, padded to rows of 16
+    for (int n = lane; n < kRows * kDepth; n += kWarpSize) {
+      const auto at = static_cast<size_t>(n);
+      store_shared(left + n, convert_to<Storage>(a[at]));
+      const float of_b = n % 16 < kColumns ? b[at / 16 * kColumns + at % 16] : 0.0f;
+      store_shared(right + n, convert_to<Storage>(of_b));
+    }
+    sync_block();
+    const auto a_parts = load_matrices<false>(left + lane % 16 * 16 + lane / 16 * 8);
+    const auto b_parts = load_matrices<true>(right + lane % 16 * 16 + lane / 16 * 8);
+    Four<float> sums{{1, 2, 3, 4}};
+    multiply_matrices<Storage>(sums, a_parts, {{b_parts.x[0], b_parts.x[1]}});
+    for (int n = 0; n < 4; ++n) {
+      const int row = lane / 4 + n / 2 * 8, column = lane % 4 * 2 + n % 2;
+      store_global(got.data() + row * kColumns + column, sums.x[n] - static_cast<float>(n + 1));
+    }
+  });
+  for (size_t row = 0; row < kRows; ++row) {
+    for (size_t column = 0; column < kColumns; ++column) {
+      float want = 0;
+      for (size_t k = 0; k < kDepth; ++k) want += a[row * kDepth + k] * b[k * kColumns + column];
+      CHECK(got[row * kColumns + column] == want, "%zu, %zu: %g, not %g", row, column, got[row * kColumns + column],
+            want);
+    }
+  }
+}
+
+TEST(simulator, matrix_products) {
+  check_matrix_product<bf16>();
+  check_matrix_product<f16>();
+  expect_fault("half a warp loads", FaultKind::divergent_warp, "waits for its warp", [] {
+    store_shared(shared() + thread_index(), 0.0f);
+    sync_block();
+    if (thread_index() % 2 == 0) load_matrices<false>(shared());
+  });
+  expect_fault("half a warp multiplies", FaultKind::divergent_warp, "waits for its warp", [] {
+    Four<float> sums{};
+    if (thread_index() < 16) multiply_matrices<bf16>(sums, {}, {});
+  });
+}
+
 TEST(simulator, uninitialized) {
   expect_fault("nothing there", FaultKind::uninitialized, "reads shared byte 8, which nothing wrote",
                [] { load_shared(shared() + 2); });

@@ -1,0 +1,96 @@
+// What only the kernels on tensor cores can get wrong: their three widths, several blocks of rows, rows that do not come in
+// chunks of 16 bytes, NaN beside hidden pairs.
+#include "problem.h"
+#include "testing.h"
+
+namespace attn_ext::test {
+namespace {
+
+constexpr DType kFormats[] = {DType::bfloat16, DType::float16};
+
+TEST(tensor_cores, widths) {
+  int64_t n = 0;
+  for (const DType dtype : kFormats) {
+    for (const int64_t D : {16, 40, 64, 72, 96, 128, 136, 250, 256}) {
+      for (const int64_t Dv : {D, int64_t{1}, int64_t{24}, int64_t{200}}) {
+        ++n;
+        Case c{.name = "width",
+               .dtype = dtype,
+               .Hq = 2,
+               .Lq = 33 + n % 3 * 40,
+               .Lk = 70,
+               .D = D,
+               .Dv = Dv,
+               .grad_lse = n % 2 == 0,
+               .seed = static_cast<uint64_t>(n)};
+        if (n % 3 == 1) c.causal = Causal::bottom_right;
+        if (n % 3 == 2) c.scale = -0.07;
+        check_case(c);
+      }
+    }
+  }
+}
+
+// More rows than a block has, of several heads; tiles that nobody of a warp, or of a block, sees.
+TEST(tensor_cores, blocks_of_rows) {
+  int64_t n = 0;
+  for (const DType dtype : kFormats) {
+    for (const int64_t D : {32, 100, 160}) {
+      for (const int64_t window : {kUnbounded, int64_t{0}, int64_t{70}}) {
+        ++n;
+        check_case({.name = "blocks",
+                    .dtype = dtype,
+                    .Hq = 4,
+                    .Hkv = 2,
+                    .Lq = 150,
+                    .Lk = 150 + n % 2 * 101,
+                    .D = D,
+                    .Dv = D,
+                    .causal = n % 2 ? Causal::bottom_right : Causal::top_left,
+                    .window_left = window,
+                    .window_right = n % 4 == 0 ? 3 : kUnbounded,
+                    .grad_lse = true,
+                    .seed = static_cast<uint64_t>(n)});
+      }
+    }
+  }
+}
+
+// Everything at once, at each width; rows at odd addresses and in other orders.
+TEST(tensor_cores, options) {
+  int64_t n = 0;
+  for (const DType dtype : kFormats) {
+    for (const int64_t D : {24, 120, 144}) {
+      for (const Layout layout : {Layout::plain, Layout::transposed, Layout::padded, Layout::strided}) {
+        ++n;
+        Case c{.name = "options",
+               .dtype = dtype,
+               .B1 = 2,
+               .Hq = 2,
+               .Lq = 70,
+               .Lk = 90,
+               .D = D,
+               .Dv = D - 7,
+               .layout = layout,
+               .mask = n % 2 ? "hij" : "Bj",
+               .bias = {"hij", "j"},
+               .bias_dtype = n % 3 == 0   ? DType::float64
+                             : n % 3 == 1 ? dtype
+                                          : DType::float32,
+               .bias_hides = 0.2,
+               .alibi = 1,
+               .sinks = n % 2 == 0,
+               .key_lengths = {90, 41},
+               .softcap = n % 3 == 0 ? 0.0 : 1.5,
+               .dropout_p = n % 3 == 2 ? 0.0 : 0.3,
+               .grad_lse = true,
+               .poison_hidden = true,
+               .seed = static_cast<uint64_t>(n)};
+        check_case(c);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace attn_ext::test
