@@ -13,6 +13,7 @@
 #   make avx512-emulated  the same with AVX-512 emulated by SIMDe
 #   make no-avx           the same on a CPU without AVX (qemu-x86_64)
 #   make cuda-sim         the CUDA kernels, run on the CPU by a simulator (needs Boost.Context)
+#   make cuda-sim-python  the same behind the Python package: tests/cuda
 #   make cuda-compile     the CUDA kernels for real GPUs, without one (needs nvcc)
 #   make torch-range      one build in several torch versions (downloads gigabytes)
 #   make clean            remove what builds leave (not .venv)
@@ -39,7 +40,7 @@ CPP_FORMAT = find csrc tests/cpp tests/cuda_sim -name '*.h' -o -name '*.cpp' -o 
 CTEST = ctest --output-on-failure --no-tests=error --test-dir
 
 .PHONY: help venv dev build embedder test demo lint format bench real-models cpp-test no-avx sanitize aarch64 \
-        avx512-emulated cuda-sim cuda-compile torch-range clean
+        avx512-emulated cuda-sim cuda-sim-python cuda-compile torch-range clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -129,6 +130,11 @@ cuda-sim:
 	cmake -S . -B $(CMAKE_BUILD)/cuda-sim -DATTN_EXT_CUDA_SIM=ON
 	cmake --build $(CMAKE_BUILD)/cuda-sim --parallel $$(nproc)
 	$(CTEST) $(CMAKE_BUILD)/cuda-sim --parallel $$(nproc)
+
+# One process a core: a simulator uses one thread of the machine.
+cuda-sim-python: dev
+	$(PY) setup.py --quiet build_cuda_sim
+	ATTN_EXT_CUDA_SIM=1 $(PY) -m pytest -q -n $$(nproc) tests/cuda
 
 cuda-compile:
 	scripts/cuda_compile.sh

@@ -1,5 +1,8 @@
 """Builds `attn_ext._C`; everything else about the package stands in pyproject.toml.
 
+`python setup.py build_cuda_sim` builds another `_C`, into build/cuda_sim, whose kernels are the CUDA ones, run on the
+CPU by the simulator in tests/cuda_sim: tests/cuda loads it, and nothing installs it.
+
 Environment:
     CXX                 the C++ compiler (else c++, g++ or clang++)
     MAX_JOBS            files compiled at once (else one a core, as far as memory reaches)
@@ -24,7 +27,10 @@ import attn_ext_toolchain as toolchain  # noqa: E402
 # The oldest torch whose stable ABI the build keeps to: the same binary then serves every later torch.
 TORCH_TARGET_VERSION = "0x{:02x}{:02x}000000000000".format(*toolchain.OLDEST_TORCH)
 
-BUILD_COMMANDS = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
+BUILD_COMMANDS = {
+    "build", "build_cuda_sim", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop",
+}  # fmt: skip
+CUDA_SIM = HERE / "build" / "cuda_sim"  # attn_ext/_load.py looks here
 
 
 def switched_on(name: str) -> bool | None:
@@ -48,10 +54,12 @@ def why_no_cuda() -> str:
     )
 
 
-def cpu_extension(pybind11_include: str, torch_includes: list[str], torch_libraries: list[str]) -> Extension:
-    """`attn_ext._C`: the pybind11 module and, through torch's stable ABI, the operators."""
-    sources = [*Path("csrc").glob("*.cpp"), *Path("csrc/cpu").rglob("*.cpp")]
-    headers = [path for pattern in ("*.h", "*.hpp", "*.inc") for path in Path("csrc").rglob(pattern)]
+def host_extension(
+    sources: list[str], headers: list[str], libraries: list[str], extra_args: list[str]
+) -> Extension:
+    """An `attn_ext._C`: the pybind11 module and, through torch's stable ABI, the operators."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
     optimise = ["-O1", "-g"] if switched_on("DEBUG") else ["-O3", "-g0"]
     warnings = ["-Wall", "-Wextra", *(["-Werror"] if switched_on("ATTN_EXT_WERROR") else [])]
     if toolchain.is_gcc(os.environ["CXX"]):
@@ -60,12 +68,12 @@ def cpu_extension(pybind11_include: str, torch_includes: list[str], torch_librar
         warnings += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
     return Extension(
         "attn_ext._C",
-        sources=sorted(map(str, sources)),
+        sources=sources,
         # A header that changes makes the extension out of date; ninja then finds the files that include it.
-        depends=sorted(map(str, headers)),
+        depends=headers,
         include_dirs=[str(HERE / "csrc")],  # absolute: ninja runs in the build folder
-        libraries=["torch_cpu", "c10"],
-        library_dirs=torch_libraries,
+        libraries=["torch_cpu", "c10", *libraries],
+        library_dirs=library_paths(),
         extra_compile_args=[
             "-std=c++20",
             *optimise,
@@ -76,12 +84,46 @@ def cpu_extension(pybind11_include: str, torch_includes: list[str], torch_librar
             "-fno-lto",
             "-pthread",
             *warnings,
+            *extra_args,
             f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
             # -isystem: -Werror is for our headers. pybind11 first, since torch bundles another copy of it.
-            *(flag for folder in (pybind11_include, *torch_includes) for flag in ("-isystem", folder)),
+            *(
+                flag
+                for folder in (toolchain.require_pybind11(), *include_paths())
+                for flag in ("-isystem", folder)
+            ),
         ],
         extra_link_args=["-pthread", "-fno-lto"],
         language="c++",
+    )
+
+
+def files(*patterns: str) -> list[str]:
+    return sorted(str(path) for pattern in patterns for path in Path().glob(pattern))
+
+
+HEADERS = ("csrc/**/*.h", "csrc/**/*.hpp", "csrc/**/*.inc")
+
+
+def cpu_extension() -> Extension:
+    return host_extension(files("csrc/*.cpp", "csrc/cpu/**/*.cpp"), files(*HEADERS), [], [])
+
+
+def cuda_sim_extension() -> Extension:
+    """The same operators over the CUDA kernels in their simulator (see CMakeLists.txt, which builds the C++ tests)."""
+    toolchain.require_boost_context(os.environ["CXX"])
+    kernels = files("csrc/cuda/*.cu")
+    wrappers = []
+    for kernel in kernels:  # BuildExtension would give a .cu to nvcc
+        wrapper = CUDA_SIM / "temp" / "generated" / f"cuda_{Path(kernel).stem}.cpp"
+        toolchain.write_if_changed(wrapper, f'#include "cuda/{Path(kernel).name}"\n')
+        wrappers.append(str(wrapper.relative_to(HERE)))
+    simulator = [path for path in files("tests/cuda_sim/*.cpp") if not path.endswith("_test.cpp")]
+    return host_extension(
+        [*files("csrc/*.cpp"), "csrc/cpu/dispatch.cpp", *simulator, *wrappers],
+        [*files(*HEADERS, "csrc/cuda/*.cuh", "tests/cuda_sim/*.h"), *kernels],
+        ["boost_context"],
+        ["-DATTN_EXT_CUDA_SIM=1", "-Wno-psabi", f"-I{HERE / 'tests'}"],
     )
 
 
@@ -90,7 +132,7 @@ def build_settings() -> dict[str, object]:
     toolchain.require_platform()
     toolchain.reach_target_torch()
     toolchain.require_torch()
-    pybind11_include = toolchain.require_pybind11()
+    toolchain.require_pybind11()
     toolchain.require_python_headers()
     os.environ["CXX"] = toolchain.require_compiler()
     os.environ["MAX_JOBS"] = str(toolchain.parallel_jobs())
@@ -99,9 +141,7 @@ def build_settings() -> dict[str, object]:
         print("attn_ext: there is no ninja, so files are compiled one at a time (`pip install ninja` helps)")
 
     import torch
-    from torch.utils.cpp_extension import BuildExtension, include_paths, library_paths
-
-    extension = cpu_extension(pybind11_include, include_paths(), library_paths())
+    from torch.utils.cpp_extension import BuildExtension
 
     class BuildExt(BuildExtension):
         """torch's build_ext that keeps its objects, and leaves alone what is up to date."""
@@ -142,13 +182,28 @@ def build_settings() -> dict[str, object]:
                 f'#define ATTN_EXT_WHY_NO_CUDA "{cuda_reason}"\n',
             )
             flags = generated / "flags.txt"
-            toolchain.write_if_changed(
-                flags, "\n".join([os.environ["CXX"], *extension.sources, *extension.extra_compile_args, ""])
-            )
-            extension.include_dirs.append(str(generated))
-            extension.depends += [str(config), str(flags)]
+            for extension in self.extensions:
+                toolchain.write_if_changed(
+                    flags,
+                    "\n".join([os.environ["CXX"], *extension.sources, *extension.extra_compile_args, ""]),
+                )
+                extension.include_dirs.append(str(generated))
+                extension.depends += [str(config), str(flags)]
 
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExt}}
+    class BuildCudaSim(BuildExt):
+        """The `_C` of tests/cuda, into a folder of its own."""
+
+        description = "build the CUDA kernels in their simulator, for ATTN_EXT_CUDA_SIM=1 pytest tests/cuda"
+
+        def finalize_options(self) -> None:
+            self.distribution.ext_modules = [cuda_sim_extension()]
+            super().finalize_options()
+            self.build_lib, self.build_temp = str(CUDA_SIM), str(CUDA_SIM / "temp")
+
+    return {
+        "ext_modules": [cpu_extension()],
+        "cmdclass": {"build_ext": BuildExt, "build_cuda_sim": BuildCudaSim},
+    }
 
 
 # Metadata and source archives need neither torch nor a compiler.

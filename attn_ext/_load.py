@@ -7,6 +7,8 @@ ImportError of one sentence: what is wrong, and what to run.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import re
 import shlex
 import sys
@@ -25,6 +27,10 @@ def _one_line(error: BaseException) -> str:
 
 def _rebuild() -> str:
     """What to run to get a compiled part that fits this interpreter and torch."""
+    if os.environ.get("ATTN_EXT_CUDA_SIM") == "1":
+        return (
+            f"run `{shlex.quote(sys.executable)} setup.py build_cuda_sim` in a source tree, and Python there"
+        )
     if (_PACKAGE.parent / "setup.py").exists():
         return f"run `make build` or `{_PIP} --no-build-isolation -e .` in {_PACKAGE.parent}"
     return f"run `{_PIP} --force-reinstall --no-deps --no-cache-dir` with what attn_ext was installed from"
@@ -96,11 +102,39 @@ def _why_not_loaded(error: BaseException, torch: ModuleType) -> str:
     return f"its file does not load ({said}): {_rebuild()}."
 
 
+def _simulated() -> Path | None:
+    """Where ATTN_EXT_CUDA_SIM=1 has the CUDA kernels stand in for the CPU's, run by their simulator: that `_C`."""
+    wanted = os.environ.get("ATTN_EXT_CUDA_SIM", "")
+    if wanted not in ("", "0", "1"):
+        raise ImportError(f"attn_ext: the variable ATTN_EXT_CUDA_SIM must be 0 or 1, not {wanted!r}.")
+    if wanted != "1":
+        return None
+    folder = _PACKAGE.parent / "build" / "cuda_sim" / "attn_ext"  # as setup.py has it
+    path = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not path.exists():
+        raise ImportError(
+            "attn_ext: ATTN_EXT_CUDA_SIM=1 asks for the CUDA kernels in their simulator, which are not built "
+            f"({path} is missing): {_rebuild()}, or unset the variable."
+        )
+    return path
+
+
+def _import_file(path: Path) -> ModuleType:
+    """`attn_ext._C` from a file that lies elsewhere."""
+    spec = importlib.util.spec_from_file_location("attn_ext._C", path)
+    assert spec is not None and spec.loader is not None  # the name ends as those of extensions do
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["attn_ext._C"] = module
+    return module
+
+
 def _import_extension() -> ModuleType:
     """Returns `attn_ext._C`; raises ImportError with one sentence where that is not to be had."""
     torch = _import_torch()  # first: it brings libtorch_cpu and libc10, which the extension is linked against
+    simulated = _simulated()
     try:
-        return importlib.import_module("attn_ext._C")
+        return _import_file(simulated) if simulated else importlib.import_module("attn_ext._C")
     except ModuleNotFoundError as error:
         if error.name != "attn_ext._C":
             raise

@@ -89,6 +89,8 @@ ATTN_EXT_KERNEL void append_kernel(ATTN_EXT_GRID_CONSTANT const AppendParams p, 
     const int64_t i = r % p.n, h = r / p.n % p.heads, b = r / p.n / p.heads;
     const int64_t first = p.cu ? entry(p.cu + b) : 0, count = p.cu ? entry(p.cu + b + 1) - first : p.n;
     if (i >= count) continue;
+    // Of more tokens than a ring has places the last ones stay: others would be written to the same place at the same time.
+    if (p.layout.ring > 0 && i < count - p.layout.ring) continue;
     const int64_t position = entry(p.positions + b) + i;
     const AppendedRow<T> row(p, address(p.from, p.batch, b, h, first + i), position);
     char* to =

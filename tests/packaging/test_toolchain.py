@@ -56,6 +56,12 @@ def test_broken_compiler_is_quoted(tmp_path: Path) -> None:
     assert "it says: cannot execute cc1plus" in refusal({"CXX": compiler})
 
 
+def test_simulator_without_boost(tmp_path: Path) -> None:
+    compiler = script(tmp_path / "g++", "echo 'fcontext.hpp: No such file or directory' >&2; exit 1")
+    with pytest.raises(SystemExit, match="libboost-context-dev"):
+        toolchain.require_boost_context(compiler)
+
+
 def test_this_machines_compiler_is_taken() -> None:
     assert toolchain.require_compiler()
 
