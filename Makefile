@@ -143,5 +143,5 @@ torch-range:
 	scripts/torch_range.sh
 
 clean:
-	rm -rf build dist ./*.egg-info attn_ext/_C*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist ./*.egg-info attn_ext/_C*.so attn_ext/_cuda*.so .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -2,6 +2,10 @@
 
 Loading `attn_ext._C` registers the operators (`torch.ops.attn_ext.*`). Whatever goes wrong here ends in one
 ImportError of one sentence: what is wrong, and what to run.
+
+Where torch is a CUDA build, `attn_ext._cuda` adds the same operators for tensors on a GPU. What keeps it from loading
+is no error, for the CPU's kernels run without it: `why_no_cuda` says it to whoever comes with such tensors
+(`_arguments.check_device`), and in `attn-ext info`.
 """
 
 from __future__ import annotations
@@ -144,4 +148,29 @@ def _import_extension() -> ModuleType:
     raise ImportError(f"attn_ext's compiled part (attn_ext._C) cannot be used: {why}")
 
 
+def _import_cuda(C: ModuleType) -> ModuleType | str:
+    """Loads `attn_ext._cuda` into a torch with CUDA; returns it, or why not."""
+    torch = sys.modules["torch"]
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build"
+    try:
+        cuda = importlib.import_module("attn_ext._cuda")
+    except ModuleNotFoundError as error:
+        if error.name != "attn_ext._cuda":
+            raise
+        reason = C.build_info()["cuda_reason"] or "the file attn_ext/_cuda is missing"
+        return f"attn_ext was built without them ({reason})"
+    except (ImportError, OSError) as error:
+        return f"they do not load ({_one_line(error)}): {_rebuild()}"
+    built = cuda.build_info()["nvcc"]
+    if built.partition(".")[0] != torch.version.cuda.partition(".")[0]:
+        return f"they were built with CUDA {built}, and torch has CUDA {torch.version.cuda}: {_rebuild()}"
+    return cuda
+
+
 _C = _import_extension()
+
+_cuda: ModuleType | str = "their simulator stands in" if _simulated() else _import_cuda(_C)
+why_no_cuda: str | None = _cuda if isinstance(_cuda, str) else None
+# Where the tensors of the CUDA kernels live.
+cuda_device_type: str | None = "cpu" if _simulated() else None if why_no_cuda else "cuda"

@@ -344,8 +344,9 @@ def _expect_equal_lengths(op: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -
     corner = "say causal='top_left' or causal='bottom_right'"
     if _compiling() or not (readable(cu_seqlens_q) and readable(cu_seqlens_k)):
         raise ValueError(
-            f"attn_ext.{op}: causal=True needs as many queries as keys in every sequence, and while compiling, under "
-            f"vmap or without data the two cu_seqlens cannot be compared; pass one tensor as both, or {corner}"
+            f"attn_ext.{op}: causal=True needs as many queries as keys in every sequence, and while compiling, "
+            f"under vmap, on a GPU or without data the two cu_seqlens cannot be compared; pass one tensor as both, "
+            f"or {corner}"
         )
     if cu_seqlens_q.tolist() != cu_seqlens_k.tolist():
         raise ValueError(

@@ -91,7 +91,9 @@ ATTN_EXT_KERNEL void append_kernel(ATTN_EXT_GRID_CONSTANT const AppendParams p, 
     if (i >= count) continue;
     // Of more tokens than a ring has places the last ones stay: others would be written to the same place at the same time.
     if (p.layout.ring > 0 && i < count - p.layout.ring) continue;
-    const int64_t position = entry(p.positions + b) + i;
+    const int64_t start = entry(p.positions + b);
+    if (start < 0) continue;
+    const int64_t position = start + i;
     const AppendedRow<T> row(p, address(p.from, p.batch, b, h, first + i), position);
     char* to =
         p.to_packed ? address(p.to, p.batch, b, h, first + i) : cache_row(p.layout, p.to, p.batch, b, h, position);

@@ -32,6 +32,7 @@ inline constexpr int64_t most_blocks = 0x7fffffff;
 #define ATTN_EXT_KERNEL __global__
 #define ATTN_EXT_DEVICE __device__ __forceinline__
 #define ATTN_EXT_GRID_CONSTANT __grid_constant__
+#define ATTN_EXT_DEVICE_VARIABLE __device__  // one on each device
 // Before loops over a thread's own rows, keys and columns: arrays that are indexed by constants stay in registers.
 #define ATTN_EXT_UNROLL _Pragma("unroll")
 // Before loops whose bodies are long: unrolled they take registers (until they spill) and minutes of compiling.
@@ -81,6 +82,14 @@ ATTN_EXT_DEVICE bool sync_block_or(bool flag, Site = Site::here()) { return __sy
 template <class T>
 ATTN_EXT_DEVICE T shuffle_xor(T value, int lane_mask, Site = Site::here()) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// Of a variable of the device; both return what was there.
+ATTN_EXT_DEVICE uint64_t atomic_min(uint64_t* at, uint64_t x) {
+  return atomicMin(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(x));
+}
+ATTN_EXT_DEVICE uint64_t atomic_exchange(uint64_t* at, uint64_t x) {
+  return atomicExch(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(x));
 }
 
 // exp2f has 2 ulp and no fast-math flag turns it into less.

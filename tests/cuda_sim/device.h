@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <utility>
 
 #include "simulator.h"
 
 #define ATTN_EXT_KERNEL
 #define ATTN_EXT_DEVICE
 #define ATTN_EXT_GRID_CONSTANT
+#define ATTN_EXT_DEVICE_VARIABLE
 #define ATTN_EXT_UNROLL
 #define ATTN_EXT_ROLLED
 
@@ -63,6 +65,14 @@ inline T shuffle_xor(T value, int lane_mask, Site site = Site::here()) {
   cuda_sim::exchange(&value, sizeof(T), (cuda_sim::thread_index() % cuda_sim::kWarpSize) ^ lane_mask, site);
   return value;
 }
+
+// Of a variable of the device, which is no memory of a call's: there are no bounds to check. Threads take turns.
+inline uint64_t atomic_min(uint64_t* at, uint64_t x) {
+  const uint64_t before = *at;
+  if (x < before) *at = x;
+  return before;
+}
+inline uint64_t atomic_exchange(uint64_t* at, uint64_t x) { return std::exchange(*at, x); }
 
 inline float exp2_of(float x) { return std::exp2(x); }
 inline double exp2_of(double x) { return std::exp2(x); }
