@@ -292,7 +292,7 @@ def read_indices(op: str, name: str, index: Any, size: int, device: torch.device
 
     Raises:
         TypeError: neither a sequence of integers nor a one-dimensional tensor of them.
-        IndexError: an index that is not there. Under vmap and while compiling the gather finds out.
+        IndexError: an index that is not there. Under vmap, on a GPU and while compiling the gather finds out.
     """
     if isinstance(index, Tensor):
         if index.dim() != 1 or index.dtype == torch.bool or index.is_floating_point() or index.is_complex():

@@ -80,7 +80,7 @@ def check_cuda(device: torch.device | str | None = None) -> None:
 
     Lengths, cu_seqlens and block tables that lie on a GPU are checked there, while the host runs on: a sequence for
     which they are wrong takes no part in its call (nothing is written to its cache, its output is 0), and this function
-    tells. The cache classes keep lengths on the host as well, and raise at once.
+    tells. (The cache classes read their lengths before a call, which waits as well, and raise at once.)
 
     Args:
         device: which GPU; default the current one.

@@ -7,6 +7,9 @@
   `torch.compile` and export the same two as registered operators;
 - forward-mode AD, functorch transforms, second derivatives: `attn_ext.reference`, plain differentiable PyTorch.
 
+Tensors on a GPU take the same roads. Lengths and cu_seqlens that lie there are checked there: what is wrong with them
+is told by `backend.check_cuda`, not by the call.
+
 The operators themselves, `torch.ops.attn_ext.*`, know no forward-mode AD, and only `attention_forward` has a gradient:
 the functions here choose the road, a direct call of an operator does not.
 
