@@ -15,6 +15,7 @@
 #   make cuda-sim         the CUDA kernels, run on the CPU by a simulator (needs Boost.Context)
 #   make cuda-sim-python  the same behind the Python package: tests/cuda
 #   make cuda-compile     the CUDA kernels for real GPUs, without one (needs nvcc)
+#   make cuda-build       attn_ext._cuda for one generation of GPUs, and what it registers (needs nvcc)
 #   make torch-range      one build in several torch versions (downloads gigabytes)
 #   make clean            remove what builds leave (not .venv)
 
@@ -40,7 +41,7 @@ CPP_FORMAT = find csrc tests/cpp tests/cuda_sim -name '*.h' -o -name '*.cpp' -o 
 CTEST = ctest --output-on-failure --no-tests=error --test-dir
 
 .PHONY: help venv dev build embedder test demo lint format bench real-models cpp-test no-avx sanitize aarch64 \
-        avx512-emulated cuda-sim cuda-sim-python cuda-compile torch-range clean
+        avx512-emulated cuda-sim cuda-sim-python cuda-compile cuda-build torch-range clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -138,6 +139,12 @@ cuda-sim-python: dev
 
 cuda-compile:
 	scripts/cuda_compile.sh
+
+# Beside the package's own files, which stay without it.
+cuda-build: dev
+	ATTN_EXT_CUDA=1 ATTN_EXT_CUDA_ARCHS="$${ATTN_EXT_CUDA_ARCHS:-90}" $(PY) setup.py --quiet build_ext \
+	  --build-lib build/cuda_lib
+	$(PY) scripts/cuda_registers.py build/cuda_lib/attn_ext/_cuda.*.so
 
 torch-range:
 	scripts/torch_range.sh
