@@ -13,7 +13,9 @@
 #   make avx512-emulated  the same with AVX-512 emulated by SIMDe
 #   make no-avx           the same on a CPU without AVX (qemu-x86_64)
 #   make cuda-sim         the CUDA kernels, run on the CPU by a simulator (needs Boost.Context)
+#   make cuda-sim-python  the same behind the Python package: tests/cuda
 #   make cuda-compile     the CUDA kernels for real GPUs, without one (needs nvcc)
+#   make cuda-build       attn_ext._cuda for one generation of GPUs, and what it registers (needs nvcc)
 #   make torch-range      one build in several torch versions (downloads gigabytes)
 #   make clean            remove what builds leave (not .venv)
 
@@ -39,7 +41,7 @@ CPP_FORMAT = find csrc tests/cpp tests/cuda_sim -name '*.h' -o -name '*.cpp' -o 
 CTEST = ctest --output-on-failure --no-tests=error --test-dir
 
 .PHONY: help venv dev build embedder test demo lint format bench real-models cpp-test no-avx sanitize aarch64 \
-        avx512-emulated cuda-sim cuda-compile torch-range clean
+        avx512-emulated cuda-sim cuda-sim-python cuda-compile cuda-build torch-range clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -130,12 +132,25 @@ cuda-sim:
 	cmake --build $(CMAKE_BUILD)/cuda-sim --parallel $$(nproc)
 	$(CTEST) $(CMAKE_BUILD)/cuda-sim --parallel $$(nproc)
 
-cuda-compile:
-	scripts/cuda_compile.sh
+# One process a core: a simulator uses one thread of the machine.
+cuda-sim-python: dev
+	$(PY) setup.py --quiet build_cuda_sim
+	ATTN_EXT_CUDA_SIM=1 $(PY) -m pytest -q -n $$(nproc) tests/cuda
+
+cuda-compile: dev
+	$(PY) -m pip install --disable-pip-version-check --quiet nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+	PATH="$$PATH:$$($(PY) -c 'import nvidia, pathlib; print(next(pathlib.Path(nvidia.__path__[0]).glob("cu*/bin")))')" \
+	  scripts/cuda_compile.sh
+
+# Beside the package's own files, which stay without it.
+cuda-build: dev
+	ATTN_EXT_CUDA=1 ATTN_EXT_CUDA_ARCHS="$${ATTN_EXT_CUDA_ARCHS:-90}" $(PY) setup.py --quiet build_ext \
+	  --build-lib build/cuda_lib
+	$(PY) scripts/cuda_registers.py build/cuda_lib/attn_ext/_cuda.*.so
 
 torch-range:
 	scripts/torch_range.sh
 
 clean:
-	rm -rf build dist ./*.egg-info attn_ext/_C*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist ./*.egg-info attn_ext/_C*.so attn_ext/_cuda*.so .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from attn_ext._load import cuda_device_type, why_no_cuda
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 CORNERS = {"top_left": 1, "bottom_right": 2}
@@ -154,9 +156,11 @@ def check_device(op: str, *tensors: Tensor | None) -> None:
                 f"attn_ext.{op}: all tensors must be on one device, not on {device} and {t.device}"
             )
         device = t.device
-        if device.type not in ("cpu", "meta"):
+        if device.type not in ("cpu", "meta", cuda_device_type):
+            kernels = "the CPU and for CUDA only" if cuda_device_type == "cuda" else "the CPU only"
+            why = f" (of those for CUDA: {why_no_cuda})" if device.type == "cuda" else ""
             raise ValueError(
-                f"attn_ext.{op}: tensors on {device} came, but this build has kernels for the CPU only"
+                f"attn_ext.{op}: tensors on {device} came, but there are kernels for {kernels}{why}"
             )
 
 
@@ -288,7 +292,7 @@ def read_indices(op: str, name: str, index: Any, size: int, device: torch.device
 
     Raises:
         TypeError: neither a sequence of integers nor a one-dimensional tensor of them.
-        IndexError: an index that is not there. Under vmap and while compiling the gather finds out.
+        IndexError: an index that is not there. Under vmap, on a GPU and while compiling the gather finds out.
     """
     if isinstance(index, Tensor):
         if index.dim() != 1 or index.dtype == torch.bool or index.is_floating_point() or index.is_complex():
@@ -360,11 +364,13 @@ def _have_tangent(*tensors: Tensor | None) -> bool:
 
 
 def readable(t: Tensor) -> bool:
-    """Whether the numbers in a tensor are there and are one for all: not without data, not batched by vmap.
+    """Whether the numbers in a tensor are at hand and are one for all: not without data, not batched by vmap.
+
+    Nor on a GPU: whoever reads there waits for it. Its kernels check such numbers themselves (`backend.check_cuda`).
 
     While compiling they are not; callers ask for that themselves, as this function may be compiled on its own.
     """
-    if type(t) is not Tensor or t.device.type == "meta" or _dispatch_modes() > 0:
+    if type(t) is not Tensor or t.device.type != "cpu" or _dispatch_modes() > 0:
         return False
     while _functorch.is_functorch_wrapped_tensor(t):
         if _functorch.is_batchedtensor(t):

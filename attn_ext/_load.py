@@ -2,11 +2,17 @@
 
 Loading `attn_ext._C` registers the operators (`torch.ops.attn_ext.*`). Whatever goes wrong here ends in one
 ImportError of one sentence: what is wrong, and what to run.
+
+Where torch is a CUDA build, `attn_ext._cuda` adds the same operators for tensors on a GPU. What keeps it from loading
+is no error, for the CPU's kernels run without it: `why_no_cuda` says it to whoever comes with such tensors
+(`_arguments.check_device`), and in `attn-ext info`.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import re
 import shlex
 import sys
@@ -25,6 +31,10 @@ def _one_line(error: BaseException) -> str:
 
 def _rebuild() -> str:
     """What to run to get a compiled part that fits this interpreter and torch."""
+    if os.environ.get("ATTN_EXT_CUDA_SIM") == "1":
+        return (
+            f"run `{shlex.quote(sys.executable)} setup.py build_cuda_sim` in a source tree, and Python there"
+        )
     if (_PACKAGE.parent / "setup.py").exists():
         return f"run `make build` or `{_PIP} --no-build-isolation -e .` in {_PACKAGE.parent}"
     return f"run `{_PIP} --force-reinstall --no-deps --no-cache-dir` with what attn_ext was installed from"
@@ -96,11 +106,39 @@ def _why_not_loaded(error: BaseException, torch: ModuleType) -> str:
     return f"its file does not load ({said}): {_rebuild()}."
 
 
+def _simulated() -> Path | None:
+    """Where ATTN_EXT_CUDA_SIM=1 has the CUDA kernels stand in for the CPU's, run by their simulator: that `_C`."""
+    wanted = os.environ.get("ATTN_EXT_CUDA_SIM", "")
+    if wanted not in ("", "0", "1"):
+        raise ImportError(f"attn_ext: the variable ATTN_EXT_CUDA_SIM must be 0 or 1, not {wanted!r}.")
+    if wanted != "1":
+        return None
+    folder = _PACKAGE.parent / "build" / "cuda_sim" / "attn_ext"  # as setup.py has it
+    path = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not path.exists():
+        raise ImportError(
+            "attn_ext: ATTN_EXT_CUDA_SIM=1 asks for the CUDA kernels in their simulator, which are not built "
+            f"({path} is missing): {_rebuild()}, or unset the variable."
+        )
+    return path
+
+
+def _import_file(path: Path) -> ModuleType:
+    """`attn_ext._C` from a file that lies elsewhere."""
+    spec = importlib.util.spec_from_file_location("attn_ext._C", path)
+    assert spec is not None and spec.loader is not None  # the name ends as those of extensions do
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["attn_ext._C"] = module
+    return module
+
+
 def _import_extension() -> ModuleType:
     """Returns `attn_ext._C`; raises ImportError with one sentence where that is not to be had."""
     torch = _import_torch()  # first: it brings libtorch_cpu and libc10, which the extension is linked against
+    simulated = _simulated()
     try:
-        return importlib.import_module("attn_ext._C")
+        return _import_file(simulated) if simulated else importlib.import_module("attn_ext._C")
     except ModuleNotFoundError as error:
         if error.name != "attn_ext._C":
             raise
@@ -110,4 +148,29 @@ def _import_extension() -> ModuleType:
     raise ImportError(f"attn_ext's compiled part (attn_ext._C) cannot be used: {why}")
 
 
+def _import_cuda(C: ModuleType) -> ModuleType | str:
+    """Loads `attn_ext._cuda` into a torch with CUDA; returns it, or why not."""
+    torch = sys.modules["torch"]
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build"
+    try:
+        cuda = importlib.import_module("attn_ext._cuda")
+    except ModuleNotFoundError as error:
+        if error.name != "attn_ext._cuda":
+            raise
+        reason = C.build_info()["cuda_reason"] or "the file attn_ext/_cuda is missing"
+        return f"attn_ext was built without them ({reason})"
+    except (ImportError, OSError) as error:
+        return f"they do not load ({_one_line(error)}): {_rebuild()}"
+    built = cuda.build_info()["nvcc"]
+    if built.partition(".")[0] != torch.version.cuda.partition(".")[0]:
+        return f"they were built with CUDA {built}, and torch has CUDA {torch.version.cuda}: {_rebuild()}"
+    return cuda
+
+
 _C = _import_extension()
+
+_cuda: ModuleType | str = "their simulator stands in" if _simulated() else _import_cuda(_C)
+why_no_cuda: str | None = _cuda if isinstance(_cuda, str) else None
+# Where the tensors of the CUDA kernels live.
+cuda_device_type: str | None = "cpu" if _simulated() else None if why_no_cuda else "cuda"

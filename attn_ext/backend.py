@@ -12,9 +12,28 @@ from __future__ import annotations
 
 from types import TracebackType
 
+import torch
+
+from attn_ext import _load
 from attn_ext._load import _C
 
-__all__ = ["active", "available", "use"]
+__all__ = ["active", "available", "check_cuda", "use"]
+
+# What the kernels of csrc/cuda/checks.h can find wrong, by their numbers.
+_FAULTS: dict[int, tuple[type[Exception], str]] = {
+    1: (ValueError, "key_lengths must lie between 0 and the number of keys"),
+    2: (ValueError, "cu_seqlens must start with 0, not fall, and end with the number of rows"),
+    3: (ValueError, "row_positions must lie between 0 and the number of queries"),
+    4: (ValueError, "cache_lengths must be at least 0"),
+    5: (IndexError, "the tokens do not fit into the cache's capacity"),
+    6: (
+        ValueError,
+        "the queries see keys that the ring has overwritten; give a window, or fewer tokens at a time",
+    ),
+    7: (IndexError, "block_table must name blocks of the pool for every position that is used"),
+    8: (IndexError, "the rotary tables do not reach as far as the positions"),
+    9: (IndexError, "queries begin before position 0, which rotary has no angle for"),
+}
 
 
 def active() -> str:
@@ -54,6 +73,33 @@ def use(name: str) -> _Restore:
         before = None
     _C.use_isa(name)
     return _Restore(before)
+
+
+def check_cuda(device: torch.device | str | None = None) -> None:
+    """Raise what calls on a GPU have found wrong since the last time, if anything. Waits for the current stream.
+
+    Lengths, cu_seqlens and block tables that lie on a GPU are checked there, while the host runs on: a sequence for
+    which they are wrong takes no part in its call (nothing is written to its cache, its output is 0), and this function
+    tells. (The cache classes read their lengths before a call, which waits as well, and raise at once.)
+
+    Args:
+        device: which GPU; default the current one.
+
+    Raises:
+        ValueError, IndexError: as the same call on the CPU would have; the message names the kind of fault and the
+            lowest number of a sequence that any call found wrong.
+        RuntimeError: there are no CUDA kernels here; the message says why.
+    """
+    if _load.cuda_device_type is None:
+        raise RuntimeError(f"attn_ext.backend.check_cuda: there are no CUDA kernels ({_load.why_no_cuda})")
+    place = torch.empty(0, device=_load.cuda_device_type if device is None else device)
+    found = int(torch.ops.attn_ext.take_fault(place))
+    if found >= 0:
+        kind, text = _FAULTS[found % 256]
+        what = "row" if found % 256 == 3 else "sequence"
+        raise kind(
+            f"attn_ext: {what} {found // 256} of a call on {place.device}: {text} (what was wrong took no part)"
+        )
 
 
 class _Restore:

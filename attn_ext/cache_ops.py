@@ -3,6 +3,9 @@
 A cache is a pair of tensors that keep the keys and values of the tokens so far, so that a new token costs its own work
 and one pass over them, instead of the whole sequence again. For inference: nothing here has a gradient.
 
+On a GPU cache_lengths, block_table and cu_seqlens are checked there, and the call does not wait: a sequence for which
+they are wrong is not written to and gets zeros, and `backend.check_cuda` tells. All else is refused at once, as below.
+
 Letters: B batch, Hq and Hkv heads, Lq queries, n new tokens, D and Dv head dims.
 """
 

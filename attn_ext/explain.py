@@ -74,6 +74,11 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
         op, q, k, **{n: x for n, x in others.items() if n not in ("return_lse", "return_weights")}
     )
     check_device(op, q, k, v, *read.tensors)
+    if q.device.type == "cuda":
+        raise ValueError(
+            f"attn_ext.{op}: it knows the CPU's kernels, and q is on {q.device}; pass tensors of the same shapes on "
+            "the CPU or the meta device"
+        )
     check_call(op, q, k, v, read)
     given = {
         n: x

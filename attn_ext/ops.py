@@ -7,6 +7,9 @@
   `torch.compile` and export the same two as registered operators;
 - forward-mode AD, functorch transforms, second derivatives: `attn_ext.reference`, plain differentiable PyTorch.
 
+Tensors on a GPU take the same roads. Lengths and cu_seqlens that lie there are checked there: what is wrong with them
+is told by `backend.check_cuda`, not by the call.
+
 The operators themselves, `torch.ops.attn_ext.*`, know no forward-mode AD, and only `attention_forward` has a gradient:
 the functions here choose the road, a direct call of an operator does not.
 
@@ -344,8 +347,9 @@ def _expect_equal_lengths(op: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -
     corner = "say causal='top_left' or causal='bottom_right'"
     if _compiling() or not (readable(cu_seqlens_q) and readable(cu_seqlens_k)):
         raise ValueError(
-            f"attn_ext.{op}: causal=True needs as many queries as keys in every sequence, and while compiling, under "
-            f"vmap or without data the two cu_seqlens cannot be compared; pass one tensor as both, or {corner}"
+            f"attn_ext.{op}: causal=True needs as many queries as keys in every sequence, and while compiling, "
+            f"under vmap, on a GPU or without data the two cu_seqlens cannot be compared; pass one tensor as both, "
+            f"or {corner}"
         )
     if cu_seqlens_q.tolist() != cu_seqlens_k.tolist():
         raise ValueError(

@@ -176,6 +176,22 @@ def require_compiler() -> str:
     return command
 
 
+def require_boost_context(command: str) -> None:
+    """Stops the build where Boost.Context, on which the simulator of the CUDA kernels runs its threads, is missing."""
+    probe = subprocess.run(
+        [*shlex.split(command), "-fsyntax-only", "-x", "c++", "-"],
+        input="#include <boost/context/detail/fcontext.hpp>\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if probe.returncode != 0:
+        stop(
+            "the simulator of the CUDA kernels needs Boost.Context "
+            "(Debian, Ubuntu: `apt-get install libboost-context-dev`)."
+        )
+
+
 def is_gcc(command: str) -> bool:
     """Whether the C++ compiler is GCC (clang calls itself __GNUC__ as well)."""
     macros = subprocess.run(

@@ -6,10 +6,9 @@
 
 #include "call.h"
 #include "checks.h"
-#include "cpu/dispatch.h"
+#include "device.h"
 #include "params.h"
 #include "tensors.h"
-#include "torch_parallel.h"
 
 namespace attn_ext {
 namespace {
@@ -32,7 +31,7 @@ RowView row_view_of(const Call& call, const AttentionParams& p, const Tensor& t)
 
 // Statistics that came in: of the right dtype and shape, contiguous.
 Tensor checked_statistics(const Call& call, const Tensor& q, const char* name, const Tensor& t) {
-  expect_cpu(call.op, name, t);
+  expect_here(call.op, name, t);
   ATTN_EXT_EXPECT(t.scalar_type() == statistics_dtype(q), call.op, name, " must be ", dtype_name(statistics_dtype(q)),
                   ", not ", dtype_name(t.scalar_type()));
   const std::vector<int64_t> sizes = statistics_sizes(call, q);
@@ -47,7 +46,7 @@ bool has_rows(const AttentionParams& p) { return p.batch > 0 && p.Hq > 0 && p.Lq
 void check_like(const Call& call, const char* name, const Tensor& t, const Tensor& q, int64_t width) {
   std::vector<int64_t> sizes = sizes_of(q);
   sizes.back() = width;
-  expect_cpu(call.op, name, t);
+  expect_here(call.op, name, t);
   ATTN_EXT_EXPECT(sizes_of(t) == sizes, call.op, name, " must have the shape of the output for q ", shape_string(q),
                   " and a value head dim of ", width, ", not ", shape_string(t));
   ATTN_EXT_EXPECT(t.scalar_type() == q.scalar_type(), call.op, name, " must be ", dtype_name(q.scalar_type()), ", not ",
@@ -57,15 +56,13 @@ void check_like(const Call& call, const char* name, const Tensor& t, const Tenso
 }  // namespace
 
 Tensor attention_inference(Tensor q, Tensor k, Tensor v, int64_t causal, std::optional<double> scale) {
+  const Device device(q);
   ForwardParams p;
   const Call call("attention_inference", q, k, &v, p);
   call.set_causal(causal, scale, p);
   Tensor out = empty_in_order_of(q, p.Dv);
   p.out = call.view(out);
-  if (has_rows(p) && p.Dv > 0) {
-    const FloatEnvironment environment;
-    cpu::kernels().forward(p, torch_parallel());
-  }
+  if (has_rows(p) && p.Dv > 0) run(p);
   return out;
 }
 
@@ -74,6 +71,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(
     OptionalTensor alibi_slopes, OptionalTensor sinks, OptionalTensor key_lengths, OptionalTensor cu_seqlens_q,
     OptionalTensor cu_seqlens_k, OptionalTensor dropout_seed, int64_t causal, std::optional<int64_t> window_left,
     std::optional<int64_t> window_right, std::optional<double> scale, double softcap, double dropout_p) {
+  const Device device(q);
   ForwardParams p;
   Call call("attention_forward", q, k, &v, p, cu_seqlens_q && cu_seqlens_k);
   call.set_options({mask, bias, bias2, alibi_slopes, sinks, key_lengths, cu_seqlens_q, cu_seqlens_k, dropout_seed,
@@ -87,10 +85,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(
   p.lse = row_view_of(call, p, lse);
   p.row_max = row_view_of(call, p, row_max);
   p.row_sum = row_view_of(call, p, row_sum);
-  if (has_rows(p)) {
-    const FloatEnvironment environment;
-    cpu::kernels().forward(p, torch_parallel());
-  }
+  set_dead(p, {&out, &row_sum}, {&lse, &row_max});
+  if (has_rows(p)) run(p);
   return {out, lse, row_max, row_sum};
 }
 
@@ -100,6 +96,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     OptionalTensor key_lengths, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor dropout_seed,
     int64_t causal, std::optional<int64_t> window_left, std::optional<int64_t> window_right,
     std::optional<double> scale, double softcap, double dropout_p, int64_t grads) {
+  const Device device(q);
   BackwardParams p;
   Call call("attention_backward", q, k, &v, p, cu_seqlens_q && cu_seqlens_k);
   call.set_options({mask, bias, bias2, alibi_slopes, sinks, key_lengths, cu_seqlens_q, cu_seqlens_k, dropout_seed,
@@ -151,18 +148,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
       stride *= own[d];
     }
   }
-  std::vector<double> sink_gradients(static_cast<size_t>(p.Hq));
+  SinkGradients sink_gradients(grads & of_sinks ? p.Hq : 0);
   if (grads & of_sinks) {
     p.dsinks = sink_gradients.data();
     result[5] = zeros({p.Hq}, sinks->scalar_type());
   }
-  if (grads != 0 && has_rows(p) && p.Lk > 0) {
-    const FloatEnvironment environment;
-    cpu::kernels().backward(p, torch_parallel());
-  }
-  if (grads & of_sinks) {
-    for (int64_t h = 0; h < p.Hq; ++h) set_number(result[5], h, sink_gradients[static_cast<size_t>(h)]);
-  }
+  if (grads != 0 && has_rows(p) && p.Lk > 0) run(p, q);
+  if (grads & of_sinks) sink_gradients.store(result[5]);
   return {result[0], result[1], result[2], result[3], result[4], result[5]};
 }
 
@@ -171,6 +163,7 @@ Tensor attention_weights(Tensor q, Tensor k, OptionalTensor mask, OptionalTensor
                          OptionalTensor row_max, OptionalTensor row_sum, OptionalTensor row_positions,
                          int64_t num_queries, int64_t causal, std::optional<int64_t> window_left,
                          std::optional<int64_t> window_right, std::optional<double> scale, double softcap) {
+  const Device device(q);
   WeightsParams p;
   Call call("attention_weights", q, k, nullptr, p);
   const OptionalTensor none;
@@ -180,14 +173,11 @@ Tensor attention_weights(Tensor q, Tensor k, OptionalTensor mask, OptionalTensor
   ATTN_EXT_EXPECT(row_positions || num_queries == p.Lq, call.op, "num_queries must be the ", p.Lq,
                   " rows of q where no row_positions are given, not ", num_queries);
   if (row_positions) {
-    call.positions = integers(call.op, "row_positions", *row_positions);
-    ATTN_EXT_EXPECT(static_cast<int64_t>(call.positions.size()) == p.Lq, call.op,
-                    "row_positions must have one entry for each of the ", p.Lq, " rows of q, not shape ",
-                    shape_string(*row_positions));
-    for (const int64_t position : call.positions) {
-      ATTN_EXT_EXPECT(position >= 0 && position < num_queries, call.op, "row_positions must lie in [0, ", num_queries,
-                      "), not be ", position);
-    }
+    expect_here(call.op, "row_positions", *row_positions);
+    expect_integers(call.op, "row_positions", *row_positions);
+    ATTN_EXT_EXPECT(row_positions->size(0) == p.Lq, call.op, "row_positions must have one entry for each of the ", p.Lq,
+                    " rows of q, not shape ", shape_string(*row_positions));
+    call.positions = read_positions(call.op, *row_positions, num_queries);
     p.row_positions = call.positions.data();
     p.num_queries = num_queries;
   }
@@ -201,7 +191,6 @@ Tensor attention_weights(Tensor q, Tensor k, OptionalTensor mask, OptionalTensor
   if (!has_rows(p) || p.Lk == 0) return weights;
   p.weights = view_of(weights);
 
-  const FloatEnvironment environment;
   ATTN_EXT_EXPECT(row_max.has_value() == row_sum.has_value(), call.op, "row_max and row_sum must be given together");
   Tensor max, sum;
   if (row_max) {
@@ -214,11 +203,11 @@ Tensor attention_weights(Tensor q, Tensor k, OptionalTensor mask, OptionalTensor
     static_cast<AttentionParams&>(statistics) = p;
     statistics.row_max = row_view_of(call, p, max);
     statistics.row_sum = row_view_of(call, p, sum);
-    cpu::kernels().forward(statistics, torch_parallel());
+    run(statistics);
   }
   p.row_max = row_view_of(call, p, max);
   p.row_sum = row_view_of(call, p, sum);
-  cpu::kernels().weights(p, torch_parallel());
+  run(p);
   return weights;
 }
 

@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "checks.h"
+#include "device.h"
 #include "params.h"
 #include "tensors.h"
 
@@ -33,9 +34,9 @@ class Call {
   std::array<int64_t, 2> batch{1, 1};  // outer and inner batch dim
   int64_t rank = 0;
   bool packed = false;
-  std::vector<int64_t> key_lengths, cu_q, cu_k, positions;
-  std::vector<float> slopes;
-  std::vector<double> sinks;
+  Integers key_lengths, cu_q, cu_k, positions;
+  Floats slopes;
+  Doubles sinks;
 
   // v may be null (the weights need none).
   Call(const char* name, const Tensor& q, const Tensor& k, const Tensor* v, AttentionParams& p, bool is_packed = false)
@@ -124,14 +125,12 @@ class Call {
       p.bias[n] = broadcast_view("bias", **biases[n], p);
     }
     if (o.key_lengths) {
+      expect_here(op, "key_lengths", *o.key_lengths);
       ATTN_EXT_EXPECT(o.key_lengths->dim() == 1 && o.key_lengths->size(0) == p.batch, op,
                       "key_lengths must have one entry for each of the ", p.batch, " batch entries, not shape ",
                       shape_string(*o.key_lengths));
-      key_lengths = integers(op, "key_lengths", *o.key_lengths);
-      for (size_t b = 0; b < key_lengths.size(); ++b) {
-        ATTN_EXT_EXPECT(key_lengths[b] >= 0 && key_lengths[b] <= p.Lk, op, "key_lengths[", b,
-                        "] must lie between 0 and the ", p.Lk, " keys, not be ", key_lengths[b]);
-      }
+      expect_integers(op, "key_lengths", *o.key_lengths);
+      key_lengths = read_lengths(op, *o.key_lengths, p.Lk);
       p.key_lengths = key_lengths.data();
     }
     ATTN_EXT_EXPECT(o.dropout_p >= 0 && o.dropout_p <= 1, op, "dropout_p must lie between 0 and 1, not be ",
@@ -182,9 +181,9 @@ class Call {
   explicit Call(const char* name) : op(name) {}
 
   void check_dtypes(const Tensor& q, const Tensor& k, const Tensor* v) const {
-    expect_cpu(op, "q", q);
-    expect_cpu(op, "k", k);
-    if (v) expect_cpu(op, "v", *v);
+    expect_here(op, "q", q);
+    expect_here(op, "k", k);
+    if (v) expect_here(op, "v", *v);
     const ScalarType type = q.scalar_type();
     const bool same = type == k.scalar_type() && (!v || type == v->scalar_type());
     ATTN_EXT_EXPECT(same && is_float(type), op,
@@ -205,7 +204,7 @@ class Call {
   }
 
   TensorView broadcast_view(const char* name, const Tensor& t, const AttentionParams& p) const {
-    expect_cpu(op, name, t);
+    expect_here(op, name, t);
     ATTN_EXT_EXPECT(t.dim() <= rank, op, name, " ", shape_string(t), " must broadcast to ", target_shape(p));
     const std::array<int64_t, 5> sizes = leading_ones(t), target{batch[0], batch[1], p.Hq, p.Lq, p.Lk};
     std::array<int64_t, 5> strides{};
@@ -230,79 +229,58 @@ class Call {
   }
 
   void set_packed(const Options& o, AttentionParams& p) {
-    cu_q = boundaries("cu_seqlens_q", *o.cu_seqlens_q, "q", p.Lq);
-    cu_k = boundaries("cu_seqlens_k", *o.cu_seqlens_k, "k", p.Lk);
-    ATTN_EXT_EXPECT(cu_q.size() == cu_k.size(), op,
-                    "cu_seqlens_q and cu_seqlens_k must describe as many sequences, not ", cu_q.size() - 1, " and ",
-                    cu_k.size() - 1);
-    p.batch = static_cast<int64_t>(cu_q.size()) - 1;
+    const Tensor &of_q = *o.cu_seqlens_q, &of_k = *o.cu_seqlens_k;
+    cu_q = boundaries("cu_seqlens_q", of_q, "q", p.Lq);
+    cu_k = boundaries("cu_seqlens_k", of_k, "k", p.Lk);
+    ATTN_EXT_EXPECT(of_q.size(0) == of_k.size(0), op,
+                    "cu_seqlens_q and cu_seqlens_k must describe as many sequences, not ", of_q.size(0) - 1, " and ",
+                    of_k.size(0) - 1);
+    p.batch = of_q.size(0) - 1;
     p.batch_inner = std::max<int64_t>(p.batch, 1);
-    p.Lq = longest(cu_q);
-    p.Lk = longest(cu_k);
+    p.Lq = longest(cu_q, p.Lq);
+    p.Lk = longest(cu_k, p.Lk);
     p.cu_q = cu_q.data();
     p.cu_k = cu_k.data();
   }
 
-  std::vector<int64_t> boundaries(const char* name, const Tensor& t, const char* of, int64_t total) const {
-    std::vector<int64_t> cu = integers(op, name, t);
-    ATTN_EXT_EXPECT(!cu.empty(), op, name, " must hold one more entry than there are sequences, not none");
-    expect_rising(name, cu);
-    ATTN_EXT_EXPECT(cu.back() == total, op, name, " must end with the ", total, " rows of ", of, ", not with ",
-                    cu.back());
-    return cu;
-  }
-
-  void expect_rising(const char* name, const std::vector<int64_t>& cu) const {
-    ATTN_EXT_EXPECT(cu.front() == 0, op, name, " must start with 0, not with ", cu.front());
-    for (size_t b = 1; b < cu.size(); ++b) {
-      ATTN_EXT_EXPECT(cu[b] >= cu[b - 1], op, name, " must not fall, but entry ", b, " is ", cu[b], " after ",
-                      cu[b - 1]);
-    }
-  }
-
-  static int64_t longest(const std::vector<int64_t>& cu) {
-    int64_t length = 0;
-    for (size_t b = 1; b < cu.size(); ++b) length = std::max(length, cu[b] - cu[b - 1]);
-    return length;
+  Integers boundaries(const char* name, const Tensor& t, const char* of, int64_t total) const {
+    expect_here(op, name, t);
+    expect_integers(op, name, t);
+    ATTN_EXT_EXPECT(t.size(0) > 0, op, name, " must hold one more entry than there are sequences, not none");
+    return read_boundaries(op, name, t, of, total);
   }
 
   void set_slopes(const Tensor& t, AttentionParams& p) {
-    expect_cpu(op, "alibi_slopes", t);
+    expect_here(op, "alibi_slopes", t);
     const bool each = t.dim() == 2;
     ATTN_EXT_EXPECT(t.scalar_type() == ScalarType::Float, op, "alibi_slopes must be float32, not ",
                     dtype_name(t.scalar_type()));
     ATTN_EXT_EXPECT((t.dim() == 1 || each) && t.size(t.dim() - 1) == p.Hq && (!each || t.size(0) == p.batch), op,
                     "alibi_slopes must be (", p.Hq, ",) or (", p.batch, ", ", p.Hq, "), one slope a head, not ",
                     shape_string(t));
-    const int64_t rows = each ? p.batch : 1;
-    const auto* data = static_cast<const float*>(t.data_ptr());
-    for (int64_t b = 0; b < rows; ++b) {
-      for (int64_t h = 0; h < p.Hq; ++h) {
-        slopes.push_back(data[(each ? b * t.stride(0) : 0) + h * t.stride(t.dim() - 1)]);
-      }
-    }
+    slopes = read_slopes(t);
     p.alibi_slopes = slopes.data();
     p.alibi_stride_b = each ? p.Hq : 0;
   }
 
   void set_sinks(const Tensor& t, AttentionParams& p) {
-    expect_cpu(op, "sinks", t);
+    expect_here(op, "sinks", t);
     ATTN_EXT_EXPECT(is_float(t.scalar_type()), op, "sinks must be a float tensor, not ", dtype_name(t.scalar_type()));
     ATTN_EXT_EXPECT(t.dim() == 1 && t.size(0) == p.Hq, op, "sinks must be (", p.Hq, ",), one logit a head, not ",
                     shape_string(t));
-    for (int64_t h = 0; h < p.Hq; ++h) sinks.push_back(number_at(t, h * t.stride(0)));
+    sinks = read_sinks(t);
     p.sinks = sinks.data();
   }
 
   void set_dropout(const Options& o, AttentionParams& p) const {
     ATTN_EXT_EXPECT(o.dropout_seed.has_value(), op, "dropout_p > 0 needs a dropout_seed");
     const Tensor& seed = *o.dropout_seed;
-    expect_cpu(op, "dropout_seed", seed);
+    expect_here(op, "dropout_seed", seed);
     ATTN_EXT_EXPECT(seed.numel() == 1 && seed.scalar_type() == ScalarType::Long, op,
                     "dropout_seed must be one int64 number, not ", dtype_name(seed.scalar_type()), " ",
                     shape_string(seed));
     p.dropout = true;
-    p.dropout_seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed.data_ptr()));
+    set_seed(seed, p);
     p.dropout_threshold = static_cast<uint32_t>(std::nearbyint(o.dropout_p * 65536.0));
     p.dropout_scale = p.dropout_threshold == 65536 ? 0.0 : 65536.0 / (65536.0 - p.dropout_threshold);
   }

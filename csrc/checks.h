@@ -68,8 +68,14 @@ inline bool is_float(ScalarType type) {
          type == ScalarType::Double;
 }
 
-inline void expect_cpu(const char* op, const char* name, const Tensor& t) {
-  ATTN_EXT_EXPECT(t.is_cpu(), op, name, " must be on the CPU, like the other tensors of this call");
+// A small tensor of numbers: one-dimensional, int32 or int64, no more than `most` of them: what was expanded may claim any
+// number.
+inline void expect_integers(const char* op, const char* name, const Tensor& t, int64_t most = int64_t{1} << 31) {
+  ATTN_EXT_EXPECT(t.dim() == 1, op, name, " must have one dimension, not shape ", shape_string(t));
+  const ScalarType type = t.scalar_type();
+  ATTN_EXT_EXPECT(type == ScalarType::Int || type == ScalarType::Long, op, name, " must be int32 or int64, not ",
+                  dtype_name(type));
+  ATTN_EXT_EXPECT(t.size(0) <= most, op, name, " ", shape_string(t), " has more than ", most, " entries");
 }
 
 }  // namespace attn_ext

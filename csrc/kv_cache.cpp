@@ -8,23 +8,15 @@
 #include <utility>
 #include <vector>
 
+#include "cache_shape.h"
 #include "call.h"
 #include "checks.h"
-#include "cpu/dispatch.h"
+#include "device.h"
 #include "params.h"
 #include "tensors.h"
-#include "torch_parallel.h"
 
 namespace attn_ext {
 namespace {
-
-// Places that are not there become Python's IndexError.
-#define ATTN_EXT_EXPECT_PLACE(condition, op, ...)                 \
-  do {                                                            \
-    if (!(condition)) refuse<std::out_of_range>(op, __VA_ARGS__); \
-  } while (false)
-
-constexpr int64_t kLongest = int64_t{1} << 40;  // no sequence is that long
 
 struct CacheTensors {
   const Tensor &k, &v, &lengths;
@@ -35,16 +27,13 @@ struct CacheTensors {
 // A cache as it came in, checked: shapes, lengths, scales. Holds what the params point to.
 class Cache : public Call {
  public:
-  int64_t heads = 0, capacity = 0, D = 0, Dv = 0;  // capacity: places of one sequence
-  std::vector<int64_t> lengths;                    // positions held before this call
-  std::vector<int64_t> totals;                     // and with what this call appends
-  std::vector<int64_t> cu;                         // packed calls: where each sequence's tokens start
+  int64_t heads = 0, D = 0, Dv = 0;
 
-  Cache(const char* name, const CacheTensors& t) : Call(name), tensors_(t) {
+  Cache(const char* name, const CacheTensors& t) : Call(name), tensors_(t), shape_{.op = name} {
     packed = t.cu_seqlens.has_value();
     const Tensor *k = &t.k, *v = &t.v;
-    expect_cpu(op, "k_cache", *k);
-    expect_cpu(op, "v_cache", *v);
+    expect_here(op, "k_cache", *k);
+    expect_here(op, "v_cache", *v);
     ATTN_EXT_EXPECT(k->dim() == 4 && v->dim() == 4, op, "k_cache and v_cache must be ", expected(), ", not ", came());
     for (int64_t d = 0; d < 3; ++d) {
       ATTN_EXT_EXPECT(k->size(d) == v->size(d), op,
@@ -60,32 +49,31 @@ class Cache : public Call {
     ATTN_EXT_EXPECT(D > 0, op, "the head dim of k_cache must be at least 1: ", came());
     expect_addressable("k_cache", *k);
     expect_addressable("v_cache", *v);
-    expect_cpu(op, "cache_lengths", t.lengths);
+    expect_here(op, "cache_lengths", t.lengths);
     ATTN_EXT_EXPECT(t.lengths.dim() == 1, op, "cache_lengths must be (B,), one number a sequence, not shape ",
                     shape_string(t.lengths));
     batch[1] = t.lengths.size(0);
-    capacity = k->size(2);
+    shape_.batch = batch[1];
+    shape_.capacity = k->size(2);
+    shape_.ring = t.ring;
+    shape_.packed = packed;
     if (t.block_table) {
       read_table(*t.block_table);
     } else {
       ATTN_EXT_EXPECT(k->size(0) == batch[1], op, "cache_lengths must be (", k->size(0),
                       ",), one number for each of the cache's sequences, not ", shape_string(t.lengths));
-      if (t.ring) layout_.ring = capacity;
+      if (t.ring) layout_.ring = shape_.capacity;
     }
-    lengths = integers(op, "cache_lengths", t.lengths);
-    for (size_t b = 0; b < lengths.size(); ++b) {
-      ATTN_EXT_EXPECT(lengths[b] >= 0, op, "sequence ", b, ": cache_lengths[", b, "] must be at least 0, not ",
-                      lengths[b]);
-      ATTN_EXT_EXPECT(lengths[b] <= kLongest, op, "cache_lengths[", b, "] is ", lengths[b], ", more than 2^40");
-    }
-    totals = lengths;
+    expect_integers(op, "cache_lengths", t.lengths);
+    values_.read_lengths(shape_, t.lengths);
     read_scales();
     if (packed) {
+      expect_here(op, "cu_seqlens", *t.cu_seqlens);
       ATTN_EXT_EXPECT(t.cu_seqlens->dim() == 1 && t.cu_seqlens->size(0) == batch[1] + 1, op, "cu_seqlens must be (",
                       batch[1] + 1, ",), one more than the sequences of cache_lengths, not ",
                       shape_string(*t.cu_seqlens));
-      cu = integers(op, "cu_seqlens", *t.cu_seqlens);
-      expect_rising("cu_seqlens", cu);
+      expect_integers(op, "cu_seqlens", *t.cu_seqlens);
+      values_.read_boundaries(shape_, *t.cu_seqlens);
     }
   }
 
@@ -105,17 +93,8 @@ class Cache : public Call {
       expect_writable("k_scales", *tensors_.k_scales);
       expect_writable("v_scales", *tensors_.v_scales);
     }
-    for (size_t b = 0; b < totals.size(); ++b) {
-      const int64_t count = new_tokens(b, k);
-      if (!tensors_.ring) expect_room(b, lengths[b], count);
-      ATTN_EXT_EXPECT_PLACE(capacity > 0 || count == 0, op, "sequence ", b, ": ", count,
-                            " tokens do not fit into a ring of no places");
-      totals[b] += count;
-      if (count > 0) expect_blocks(b, lengths[b], totals[b]);
-    }
-    if (tensors_.block_table) expect_places_apart();
+    values_.append(shape_, packed ? 0 : k.size(2));
     read_rotary(k);
-    positions_ = lengths;
     appended_ = &k;
   }
 
@@ -172,45 +151,30 @@ class Cache : public Call {
     p.k = view_of(tensors_.k);
     p.v = view_of(tensors_.v);
     p.scale = 1.0 / std::sqrt(static_cast<double>(D));
-    p.total_lengths = totals.data();
+    p.total_lengths = values_.totals();
     p.layout = layout_;
     p.scales = scales_;
-    if (packed) p.cu_q = cu.data();
+    if (packed) p.cu_q = values_.boundaries();
     set_causal(options.causal, options.scale, p);
     ATTN_EXT_EXPECT(p.causal != Causal::top_left, op, "causal must be 0 (off) or 2 (bottom-right) here, not 1");
     set_scores(options, p);
     if (!appended_) read_rotary(q);
-    query_positions_.resize(totals.size());
-    for (size_t b = 0; b < totals.size(); ++b) {
-      const int64_t count = new_tokens(b, q);
-      p.Lq = std::max(p.Lq, count);
-      p.Lk = std::max(p.Lk, totals[b]);
-      if (!tensors_.ring) expect_room(b, totals[b], 0);
-      query_positions_[b] = totals[b] - count;
-      ATTN_EXT_EXPECT_PLACE(!rotates() || count == 0 || query_positions_[b] >= 0, op, "sequence ", b, ": ", count,
-                            " queries at the end of ", totals[b],
-                            " keys begin before position 0, which rotary has no angle for");
-      if (count == 0) continue;
-      const int64_t left = p.window_left == kUnbounded ? totals[b] : p.window_left;
-      const int64_t oldest = std::max<int64_t>(0, totals[b] - count - left);  // the first key that is seen
-      ATTN_EXT_EXPECT(!tensors_.ring || oldest >= totals[b] - capacity, op, "sequence ", b, ": ", count,
-                      " queries at the end of ", totals[b], " keys see keys from position ", oldest, ", and a ring of ",
-                      capacity, " places holds those from ", totals[b] - capacity,
-                      "; give a window, or fewer tokens at a time");
-      if (oldest < totals[b]) expect_blocks(b, oldest, totals[b]);
-    }
+    values_.attend(shape_, packed ? 0 : q.size(2), rotates(), p);
     p.num_queries = p.Lq;
   }
+
+  // Everything has been looked at: what follows is run.
+  void settle() { values_.settle(shape_); }
 
   bool rotates() const { return rotary_dim_ > 0; }
 
   // New tokens on their way to their places.
   void append(const Tensor& from, const Tensor& to, const TensorView& scale, bool turned) const {
-    AppendParams p = rows_of(from, positions_, turned);
+    AppendParams p = rows_of(from, values_.positions(), turned);
     p.to = view_of(to);
     p.scale = scale;
     p.layout = layout_;
-    run(p);
+    run_rows(p);
   }
   void append_both(const Tensor& k, const Tensor& v) const {
     append(k, tensors_.k, scales_.k, true);
@@ -220,10 +184,10 @@ class Cache : public Call {
   // q turned by the positions of its rows.
   Tensor turned_queries(const Tensor& q) const {
     Tensor turned = empty_in_order_of(q, D);
-    AppendParams p = rows_of(q, query_positions_, true);
+    AppendParams p = rows_of(q, values_.query_positions(), true);
     p.to = view(turned);
     p.to_packed = true;
-    run(p);
+    run_rows(p);
     return turned;
   }
 
@@ -236,15 +200,8 @@ class Cache : public Call {
 
   std::string came() const { return "k_cache " + shape_string(tensors_.k) + ", v_cache " + shape_string(tensors_.v); }
 
-  int64_t new_tokens(size_t b, const Tensor& t) const { return packed ? cu[b + 1] - cu[b] : t.size(2); }
-
-  void expect_room(size_t b, int64_t position, int64_t count) const {
-    ATTN_EXT_EXPECT_PLACE(position <= capacity && count <= capacity - position, op, "sequence ", b, ": ", count,
-                          " tokens at position ", position, " do not fit into the cache's capacity of ", capacity);
-  }
-
-  void expect_tokens(const char* name, const Tensor& t, int64_t count, int64_t width) const {
-    expect_cpu(op, name, t);
+  void expect_tokens(const char* name, const Tensor& t, int64_t count, int64_t width) {
+    expect_here(op, name, t);
     const ScalarType cached = tensors_.k.scalar_type(), type = t.scalar_type();
     ATTN_EXT_EXPECT(cached == ScalarType::Char ? is_float(type) : type == cached, op, name, " must be ",
                     cached == ScalarType::Char ? "a float tensor" : dtype_name(cached), " for a cache of ",
@@ -253,8 +210,7 @@ class Cache : public Call {
     ATTN_EXT_EXPECT(shaped && t.size(1) == count && t.size(t.dim() - 1) == width, op, name, " must be ",
                     packed ? "packed, (total, " : "(" + std::to_string(batch[1]) + ", ", count,
                     packed ? ", " : ", tokens, ", width, ") for ", came(), ", not ", shape_string(t));
-    ATTN_EXT_EXPECT(!packed || t.size(0) == cu.back(), op, "cu_seqlens must end with the ", t.size(0), " rows of ",
-                    name, ", not with ", packed ? cu.back() : 0);
+    if (packed) values_.expect_rows(shape_, name, t);
     expect_addressable(name, t);
   }
 
@@ -275,63 +231,19 @@ class Cache : public Call {
 
   void read_table(const Tensor& table) {
     ATTN_EXT_EXPECT(!tensors_.ring, op, "a paged cache is no ring");
-    expect_cpu(op, "block_table", table);
+    expect_here(op, "block_table", table);
     ATTN_EXT_EXPECT(table.scalar_type() == ScalarType::Int, op, "block_table must be int32, not ",
                     dtype_name(table.scalar_type()));
     ATTN_EXT_EXPECT(table.dim() == 2 && table.size(0) == batch[1], op, "block_table must be (", batch[1],
                     ", blocks per sequence) for the ", batch[1], " numbers of cache_lengths, not ",
                     shape_string(table));
-    ATTN_EXT_EXPECT(capacity > 0, op, "the pages of the cache must have at least one place: ", came());
+    ATTN_EXT_EXPECT(shape_.capacity > 0, op, "the pages of the cache must have at least one place: ", came());
     const int64_t blocks = table.size(1);
     expect_addressable("block_table", table);
-    // Read in place: a copy would cost an append what the whole sequence has of blocks.
-    table_ = table.stride(1) == 1 || blocks <= 1 ? table : contiguous_rows(table, table.size(0));
-    layout_.page_size = capacity;
-    layout_.block_table = static_cast<const int32_t*>(table_.data_ptr());
-    layout_.table_stride = table_.stride(0);
-    static constexpr int32_t kNothing = 0;
-    if (layout_.block_table == nullptr) layout_.block_table = &kNothing;     // an empty table is still one
-    capacity = blocks > kLongest / capacity ? kLongest : capacity * blocks;  // which no length is above
-  }
-
-  int32_t block_of(size_t b, int64_t n) const {
-    return layout_.block_table[static_cast<int64_t>(b) * layout_.table_stride + n];
-  }
-
-  // That sequence b has blocks of the pool for positions [begin, end).
-  void expect_blocks(size_t b, int64_t begin, int64_t end) const {
-    if (!tensors_.block_table) return;
-    const int64_t pool = tensors_.k.size(0), page = layout_.page_size;
-    for (int64_t n = begin / page; n * page < end; ++n) {
-      const int32_t block = block_of(b, n);
-      ATTN_EXT_EXPECT_PLACE(block >= 0 && block < pool, op, "sequence ", b, ": block_table[", b, ", ", n,
-                            "] must name one of the ", pool, " blocks for positions ", n * page, " to ",
-                            std::min((n + 1) * page, end) - 1, ", not ", block);
-    }
-  }
-
-  // That no place is written for two sequences.
-  void expect_places_apart() const {
-    struct Stretch {
-      int64_t begin, end;  // places of the pool
-      size_t b;
-    };
-    std::vector<Stretch> written;
-    const int64_t page = layout_.page_size;
-    for (size_t b = 0; b < totals.size(); ++b) {
-      for (int64_t at = lengths[b]; at < totals[b];) {
-        const int64_t n = at / page, end = std::min(totals[b], (n + 1) * page);
-        const int64_t block = block_of(b, n);
-        written.push_back({block * page + at % page, block * page + at % page + (end - at), b});
-        at = end;
-      }
-    }
-    std::sort(written.begin(), written.end(), [](const Stretch& x, const Stretch& y) { return x.begin < y.begin; });
-    for (size_t n = 1; n < written.size(); ++n) {
-      ATTN_EXT_EXPECT(written[n].begin >= written[n - 1].end, op, "block ", written[n].begin / page,
-                      " would be written twice in the same place, for sequence ", written[n - 1].b, " and sequence ",
-                      written[n].b, "; sequences that share a block need copies of it first");
-    }
+    layout_.page_size = shape_.page = shape_.capacity;
+    shape_.pool = tensors_.k.size(0);
+    shape_.capacity = blocks > kLongest / shape_.page ? kLongest : shape_.page * blocks;  // which no length is above
+    values_.read_table(table, layout_);
   }
 
   void read_scales() {
@@ -345,7 +257,7 @@ class Cache : public Call {
   }
 
   TensorView scale_view(const char* name, const Tensor& t) const {
-    expect_cpu(op, name, t);
+    expect_here(op, name, t);
     ATTN_EXT_EXPECT(t.scalar_type() == ScalarType::Float, op, name, " must be float32, not ",
                     dtype_name(t.scalar_type()));
     bool fits = t.dim() == 3;
@@ -367,7 +279,7 @@ class Cache : public Call {
     cos_ = *tensors_.cos;
     sin_ = *tensors_.sin;
     for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"rotary cos", cos_}, {"rotary sin", sin_}}) {
-      expect_cpu(op, name, t);
+      expect_here(op, name, t);
       ATTN_EXT_EXPECT(t.scalar_type() == statistics_dtype(like), op, name, " must be ",
                       dtype_name(statistics_dtype(like)), ", not ", dtype_name(t.scalar_type()));
       ATTN_EXT_EXPECT(t.dim() == 2 && t.size(1) >= 1 && 2 * t.size(1) <= D, op, name,
@@ -376,26 +288,21 @@ class Cache : public Call {
     }
     ATTN_EXT_EXPECT(cos_.size(0) == sin_.size(0) && cos_.size(1) == sin_.size(1), op,
                     "rotary cos and sin must have one shape, not ", shape_string(cos_), " and ", shape_string(sin_));
-    int64_t positions = 0;
-    for (size_t b = 0; b < totals.size(); ++b) {
-      positions = std::max(positions, totals[b]);
-      ATTN_EXT_EXPECT_PLACE(totals[b] <= cos_.size(0), op, "sequence ", b, " reaches position ", totals[b] - 1,
-                            ", and the rotary tables have ", cos_.size(0), " positions");
-    }
+    const int64_t positions = values_.turn(shape_, cos_.size(0));
     if (cos_.stride(1) != 1) cos_ = contiguous_rows(cos_, positions);
     if (sin_.stride(1) != 1) sin_ = contiguous_rows(sin_, positions);
     rotary_dim_ = 2 * cos_.size(1);
   }
 
-  AppendParams rows_of(const Tensor& from, const std::vector<int64_t>& positions, bool turned) const {
+  AppendParams rows_of(const Tensor& from, const int64_t* positions, bool turned) const {
     AppendParams p;
     p.batch = batch[1];
     p.heads = from.size(1);
+    p.n = packed ? values_.most_rows() : from.size(2);
     p.D = from.size(from.dim() - 1);
     p.from = view(from);
-    p.positions = positions.data();
-    for (size_t b = 0; b < positions.size(); ++b) p.n = std::max(p.n, new_tokens(b, from));
-    if (packed) p.cu = cu.data();
+    p.positions = positions;
+    if (packed) p.cu = values_.boundaries();
     if (turned && rotates()) {
       p.cos = cos_.data_ptr();
       p.sin = sin_.data_ptr();
@@ -407,17 +314,16 @@ class Cache : public Call {
     return p;
   }
 
-  static void run(const AppendParams& p) {
-    if (p.batch == 0 || p.heads == 0 || p.n == 0 || p.D == 0) return;
-    const FloatEnvironment environment;
-    cpu::kernels().append(p, torch_parallel());
+  static void run_rows(const AppendParams& p) {
+    if (p.batch > 0 && p.heads > 0 && p.n > 0 && p.D > 0) run(p);
   }
 
   const CacheTensors& tensors_;
+  CacheShape shape_;
+  CacheValues values_;
   CacheLayout layout_;
   CacheScales scales_;
-  std::vector<int64_t> positions_, query_positions_;
-  Tensor table_, cos_, sin_;
+  Tensor cos_, sin_;
   int64_t rotary_dim_ = 0;
   const Tensor* appended_ = nullptr;  // the new k
 };
@@ -428,6 +334,7 @@ std::tuple<Tensor, Tensor> attend(Cache& cache, const Tensor& q, const Tensor* k
   ForwardParams p;
   cache.read_queries(q, options, p);
   if (k) cache.expect_apart(*k, *v, &q);
+  cache.settle();
   Tensor out = empty_in_order_of(q, p.Dv);
   std::vector<int64_t> sizes = sizes_of(q);
   sizes.pop_back();
@@ -437,16 +344,14 @@ std::tuple<Tensor, Tensor> attend(Cache& cache, const Tensor& q, const Tensor* k
   p.lse.data = lse.data_ptr();
   p.lse.stride_h = cache.packed ? q.size(0) : p.Lq;
   p.lse.stride_b = cache.packed ? 0 : p.Hq * p.Lq;
+  set_dead(p, {&out}, {&lse});
   Tensor turned;
   if (cache.rotates() && q.numel() > 0) {
     turned = cache.turned_queries(q);
     p.q = cache.view(turned);
   }
   if (k) cache.append_both(*k, *v);
-  if (p.batch > 0 && p.Hq > 0 && p.Lq > 0) {
-    const FloatEnvironment environment;
-    cpu::kernels().forward(p, torch_parallel());
-  }
+  if (p.batch > 0 && p.Hq > 0 && p.Lq > 0) run(p);
   return {out, lse};
 }
 
@@ -455,11 +360,13 @@ std::tuple<Tensor, Tensor> attend(Cache& cache, const Tensor& q, const Tensor* k
 void kv_cache_append(Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor cache_lengths,
                      OptionalTensor block_table, OptionalTensor k_scales, OptionalTensor v_scales,
                      OptionalTensor cu_seqlens, OptionalTensor cos, OptionalTensor sin, bool ring, bool interleaved) {
+  const Device device(k_cache);
   const CacheTensors tensors{k_cache,    v_cache, cache_lengths, block_table, k_scales,   v_scales,
                              cu_seqlens, cos,     sin,           ring,        interleaved};
   Cache cache("kv_cache_append_", tensors);
   cache.read_new(k, v);
   cache.expect_apart(k, v, nullptr);
+  cache.settle();
   cache.append_both(k, v);
 }
 
@@ -471,6 +378,7 @@ std::tuple<Tensor, Tensor> attention_with_kv_cache(Tensor q, Tensor k_cache, Ten
                                                    std::optional<int64_t> window_left,
                                                    std::optional<int64_t> window_right, std::optional<double> scale,
                                                    double softcap) {
+  const Device device(k_cache);
   const CacheTensors tensors{k_cache,    v_cache, cache_lengths, block_table, k_scales,   v_scales,
                              cu_seqlens, cos,     sin,           ring,        interleaved};
   Cache cache("attention_with_kv_cache", tensors);
@@ -486,6 +394,7 @@ std::tuple<Tensor, Tensor> attention_with_kv_cache_append(
     bool ring, bool interleaved, OptionalTensor alibi_slopes, OptionalTensor sinks, int64_t causal,
     std::optional<int64_t> window_left, std::optional<int64_t> window_right, std::optional<double> scale,
     double softcap) {
+  const Device device(k_cache);
   const CacheTensors tensors{k_cache,    v_cache, cache_lengths, block_table, k_scales,   v_scales,
                              cu_seqlens, cos,     sin,           ring,        interleaved};
   Cache cache("attention_with_kv_cache", tensors);

@@ -55,7 +55,7 @@ py::dict build_info() {
   info["torch_target"] = torch_target();
   info["built_with_torch"] = ATTN_EXT_BUILT_WITH_TORCH;
   info["isas"] = compiled;
-  info["cuda"] = false;
+  info["cuda"] = std::string(ATTN_EXT_WHY_NO_CUDA).empty();
   info["cuda_reason"] = ATTN_EXT_WHY_NO_CUDA;
   return info;
 }
@@ -92,7 +92,7 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("build_info", &build_info,
         "dict: version, compiler, cxx_standard, debug, torch_target (oldest torch it loads into), built_with_torch, "
-        "isas (compiled, best first), cuda (bool) and cuda_reason.");
+        "isas (compiled, best first), cuda (whether attn_ext._cuda was built with it) and cuda_reason (why not).");
   m.def("cpu_features", &attn_ext::cpu::cpu_features, "Names of the CPU and OS features that kernels ask for.");
   m.def("isas", &isas, "list of dict, best first: name, compiled, supported, why_not.");
   m.def("active_isa", &attn_ext::cpu::active_isa,

@@ -107,8 +107,9 @@ struct AttentionParams {
 
   bool dropout = false;
   uint64_t dropout_seed = 0;
-  uint32_t dropout_threshold = 0;  // a weight is dropped iff its 16 random bits are below; 65536 drops all
-  double dropout_scale = 1.0;      // 1 / (1 - p), p as rounded to 1/65536
+  const uint64_t* dropout_seed_at = nullptr;  // where the device has it, in the seed's place; null on the CPU
+  uint32_t dropout_threshold = 0;             // a weight is dropped iff its 16 random bits are below; 65536 drops all
+  double dropout_scale = 1.0;                 // 1 / (1 - p), p as rounded to 1/65536
 
   // The scores need work between q·k and the softmax (or the scale is 0, or so small that it is none of the scores'
   // normal numbers): they are then held scaled, in natural units, in "score units" otherwise (raw q·k). The row max is
@@ -132,9 +133,10 @@ struct AppendParams {
   TensorView from, to;                         // (B, H, n, D) → the cache
   TensorView scale;                            // int8 caches only
   CacheLayout layout;
-  const int64_t* positions = nullptr;  // [batch] where the first new token goes
-  const int64_t* cu = nullptr;         // packed: rows cu[b] … cu[b+1]-1 of `from`; null: n each
-  bool to_packed = false;              // `to` is laid out as `from` is, not as a cache
+  const int64_t* positions =
+      nullptr;                  // [batch] where the first new token goes; on a GPU −1: nowhere, no row is written
+  const int64_t* cu = nullptr;  // packed: rows cu[b] … cu[b+1]-1 of `from`; null: n each
+  bool to_packed = false;       // `to` is laid out as `from` is, not as a cache
 
   // Rotary tables (positions, rotary_dim / 2), fp32 (fp64 for fp64): null turns nothing.
   const void* cos = nullptr;

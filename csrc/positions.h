@@ -48,6 +48,10 @@ ATTN_EXT_SHARED inline T entry(const T* at) {
   return *at;
 }
 
+ATTN_EXT_SHARED inline uint64_t dropout_seed_of(const AttentionParams& p) {
+  return p.dropout_seed_at ? entry(p.dropout_seed_at) : p.dropout_seed;
+}
+
 // One entry of the batch: a slice of padded tensors or a packed sequence.
 struct Sequence {
   int64_t b = 0;

@@ -1,5 +1,6 @@
 // Every op's signature, and nothing else. The options that the ops share stand in one order, here and in attention.cpp.
 #include "attention.h"
+#include "device.h"
 #include "kv_cache.h"
 
 #define ATTN_EXT_OPTIONS                                                                                  \
@@ -15,6 +16,8 @@
   ", Tensor? alibi_slopes, Tensor? sinks, int causal, int? window_left, int? window_right, float? scale, float " \
   "softcap) -> (Tensor out, Tensor lse)"
 
+// One object file of a process defines the operators; another one may add the same functions for another device.
+#if !defined(ATTN_EXT_ON_CUDA) || defined(ATTN_EXT_CUDA_SIM)
 STABLE_TORCH_LIBRARY(attn_ext, m) {
   m.def("attention_inference(Tensor q, Tensor k, Tensor v, int causal, float? scale) -> Tensor");
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, " ATTN_EXT_OPTIONS
@@ -35,8 +38,17 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
       "attention_with_kv_cache_append_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor "
       "v, " ATTN_EXT_CACHE("(c!)", "(d!)") ATTN_EXT_CACHE_OPTIONS);
 }
+#endif
 
+#if defined(ATTN_EXT_ON_CUDA)
+STABLE_TORCH_LIBRARY_FRAGMENT(attn_ext, m) { m.def("take_fault(Tensor place) -> Tensor"); }
+#endif
+
+#if defined(ATTN_EXT_ON_CUDA) && !defined(ATTN_EXT_CUDA_SIM)
+STABLE_TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) {
+#else
 STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
+#endif
   m.impl("attention_inference", TORCH_BOX(&attn_ext::attention_inference));
   m.impl("attention_forward", TORCH_BOX(&attn_ext::attention_forward));
   m.impl("attention_backward", TORCH_BOX(&attn_ext::attention_backward));
@@ -44,4 +56,7 @@ STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("kv_cache_append_", TORCH_BOX(&attn_ext::kv_cache_append));
   m.impl("attention_with_kv_cache", TORCH_BOX(&attn_ext::attention_with_kv_cache));
   m.impl("attention_with_kv_cache_append_", TORCH_BOX(&attn_ext::attention_with_kv_cache_append));
+#if defined(ATTN_EXT_ON_CUDA)
+  m.impl("take_fault", TORCH_BOX(&attn_ext::take_fault));
+#endif
 }

@@ -5,11 +5,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <new>
 
+#include "device.h"
 #include "positions.h"
-#include "storage.h"
 
 namespace attn_ext {
 namespace {
@@ -19,7 +18,7 @@ Tensor empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides,
   // The stable ABI's own number for the dtype.
   const StableIValue dtype = torch::stable::detail::from(type);
   const AOTITorchError error = aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(dtype),
-                                                        aoti_torch_device_type_cpu(), 0, &handle);
+                                                        device_type(), device_index(), &handle);
   if (error != AOTI_TORCH_SUCCESS) throw std::bad_alloc();  // all else about the call is right
   return Tensor(handle);
 }
@@ -49,9 +48,8 @@ bool reachable(const std::vector<Steps>& all, size_t from, int64_t distance, int
   return false;
 }
 
-// Fills a dense tensor with zeros, without torch's thread pool.
 Tensor zeroed(Tensor t) {
-  if (t.numel() > 0) std::memset(t.data_ptr(), 0, static_cast<size_t>(t.numel() * size_of(dtype_of(t.scalar_type()))));
+  set_zero(t);
   return t;
 }
 
@@ -102,53 +100,6 @@ TensorView packed_view_of(const Tensor& t) {
   return v;
 }
 
-std::vector<int64_t> integers(const char* op, const char* name, const Tensor& t, int64_t most) {
-  expect_cpu(op, name, t);
-  ATTN_EXT_EXPECT(t.dim() == 1, op, name, " must have one dimension, not shape ", shape_string(t));
-  const ScalarType type = t.scalar_type();
-  ATTN_EXT_EXPECT(type == ScalarType::Int || type == ScalarType::Long, op, name, " must be int32 or int64, not ",
-                  dtype_name(type));
-  ATTN_EXT_EXPECT(t.size(0) <= most, op, name, " ", shape_string(t), " has more than ", most, " entries");
-  std::vector<int64_t> numbers(static_cast<size_t>(t.size(0)));
-  const int64_t stride = t.stride(0);
-  const void* data = t.data_ptr();
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    const int64_t at = static_cast<int64_t>(i) * stride;
-    numbers[i] =
-        type == ScalarType::Int ? static_cast<const int32_t*>(data)[at] : static_cast<const int64_t*>(data)[at];
-  }
-  return numbers;
-}
-
-double number_at(const Tensor& t, int64_t offset) {
-  switch (t.scalar_type()) {
-    case ScalarType::Double:
-      return static_cast<const double*>(t.data_ptr())[offset];
-    case ScalarType::BFloat16:
-      return to_float(static_cast<const bf16*>(t.data_ptr())[offset]);
-    case ScalarType::Half:
-      return to_float(static_cast<const f16*>(t.data_ptr())[offset]);
-    default:
-      return static_cast<const float*>(t.data_ptr())[offset];
-  }
-}
-
-void set_number(const Tensor& t, int64_t offset, double x) {
-  switch (t.scalar_type()) {
-    case ScalarType::Double:
-      static_cast<double*>(t.data_ptr())[offset] = x;
-      break;
-    case ScalarType::BFloat16:
-      static_cast<bf16*>(t.data_ptr())[offset] = to_bf16(static_cast<float>(x));
-      break;
-    case ScalarType::Half:
-      static_cast<f16*>(t.data_ptr())[offset] = to_f16(static_cast<float>(x));
-      break;
-    default:
-      static_cast<float*>(t.data_ptr())[offset] = static_cast<float>(x);
-  }
-}
-
 Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
@@ -190,23 +141,6 @@ Tensor empty_in_order_of(const Tensor& like, int64_t width) {
 }
 
 Tensor zeros_in_order_of(const Tensor& like, int64_t width) { return zeroed(empty_in_order_of(like, width)); }
-
-Tensor contiguous_rows(const Tensor& t, int64_t rows) {
-  std::vector<int64_t> sizes = sizes_of(t);
-  sizes[0] = rows;
-  Tensor copy = empty(sizes, t.scalar_type());
-  const auto element = static_cast<size_t>(size_of(dtype_of(t.scalar_type())));
-  const auto* from = static_cast<const char*>(t.data_ptr());
-  auto* to = static_cast<char*>(copy.data_ptr());
-  std::vector<int64_t> index(sizes.size());
-  for (int64_t n = 0, total = copy.numel(); n < total; ++n, to += element) {
-    int64_t offset = 0;
-    for (size_t d = 0; d < index.size(); ++d) offset += index[d] * t.stride(static_cast<int64_t>(d));
-    std::memcpy(to, from + offset * static_cast<int64_t>(element), element);
-    for (size_t d = index.size(); d-- > 0 && ++index[d] == sizes[d];) index[d] = 0;
-  }
-  return copy;
-}
 
 Extent extent_of(const Tensor& t) {
   const auto sizes = t.sizes(), strides = t.strides();

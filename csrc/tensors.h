@@ -26,14 +26,6 @@ TensorView view_of(const Tensor& t);
 // A packed tensor (total, H, D).
 TensorView packed_view_of(const Tensor& t);
 
-// The numbers of a small integer tensor (n,) of int32 or int64; refuses all others, and more of them than `most`: what was
-// expanded may claim any number.
-std::vector<int64_t> integers(const char* op, const char* name, const Tensor& t, int64_t most = int64_t{1} << 31);
-
-// The number of a float tensor at an offset in elements.
-double number_at(const Tensor& t, int64_t offset);
-void set_number(const Tensor& t, int64_t offset, double x);
-
 Tensor empty(const std::vector<int64_t>& sizes, ScalarType type);
 Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type);
 
@@ -42,9 +34,6 @@ Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type);
 // attn_ext/_fake.py has the same rule for fake tensors.
 Tensor empty_in_order_of(const Tensor& like, int64_t width);
 Tensor zeros_in_order_of(const Tensor& like, int64_t width);
-
-// A contiguous copy of the first `rows` rows, made without torch's thread pool: that one hangs in a forked child.
-Tensor contiguous_rows(const Tensor& t, int64_t rows);
 
 // The memory from a tensor's first element to the end of its last. (Not empty tensors.)
 struct Extent {

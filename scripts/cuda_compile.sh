@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Compiles every CUDA kernel for real GPUs (no GPU needed) and fails where a kernel spills registers: scripts/cuda_compile.sh
+# Compiles every CUDA kernel for real GPUs (no GPU needed). Fails where a kernel spills registers, and where one of those for
+# tensor cores does not use them, their matrix loads or their copies: scripts/cuda_compile.sh
+# (cuobjdump and nvdisasm must be on the PATH: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm, as make cuda-compile does.)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -51,3 +53,31 @@ if [ "$spilled" = yes ]; then
   echo "a kernel spills registers" >&2
   exit 1
 fi
+
+# Tensor-core products, loads of matrices, asynchronous copies: in every kernel of *_mma.cu, for every GPU.
+for source in csrc/cuda/*_mma.cu; do
+  object=$OUT/$(basename "$source" .cu).o
+  for arch in "${ARCHS[@]}"; do
+    cuobjdump -sass -arch "sm_$arch" "$object" >"$object.sass"
+    awk -v source="$source" -v arch="sm_$arch" '
+      function report() {
+        if (name == "") return
+        printf "%s: %s %d HMMA, %d LDSM, %d LDGSTS: %s\n", source, arch, hmma, ldsm, copies, name
+        if (!hmma || !ldsm || !copies) bad = 1
+      }
+      /Function : / { report(); name = $3; hmma = ldsm = copies = 0; functions++ }
+      / HMMA\./ { hmma++ }
+      / LDSM\./ { ldsm++ }
+      / LDGSTS\./ { copies++ }
+      END {
+        report()
+        if (!functions) print source ": no kernel for " arch
+        exit bad || !functions
+      }
+    ' "$object.sass" | (if command -v c++filt >/dev/null; then c++filt; else cat; fi) |
+      sed -e 's/attn_ext::cuda::(anonymous namespace):://g' -e 's/attn_ext::cuda:://g' -e 's/attn_ext:://g' -e 's/>(.*/>/' || {
+      echo "a kernel for tensor cores does not use them" >&2
+      exit 1
+    }
+  done
+done

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__, backend
-from .._load import _C
+from .._load import _C, _cuda, why_no_cuda
 from .common import JsonOption, ThreadsOption, finish, says_errors_plainly, set_up
 
 
@@ -55,7 +55,11 @@ def collect() -> dict[str, Any]:
             "forced": os.environ.get("ATTN_EXT_ISA") or None,
             "all": [{**isa, "active": isa["name"] == active} for isa in _C.isas()],
         },
-        "cuda": {"built": bool(build["cuda"]), "why_not": build["cuda_reason"] or None},
+        "cuda": {
+            "built": build["cuda"],
+            "loaded": None if isinstance(_cuda, str) else _cuda.build_info(),
+            "why_not": why_no_cuda,
+        },
     }
 
 
@@ -92,8 +96,14 @@ def show(report: dict[str, Any], console: Console) -> None:
         else:
             state = Text(f"{one['name']:<8} no: {one['why_not']}", style="dim")
         rows.append(("instruction sets" if i == 0 else "", state))
+    loaded = report["cuda"]["loaded"]
     rows.append(
-        ("CUDA kernels", "built" if report["cuda"]["built"] else f"not built: {report['cuda']['why_not']}")
+        (
+            "CUDA kernels",
+            f"nvcc {loaded['nvcc']}, for sm {loaded['archs']}"
+            if loaded
+            else f"no: {report['cuda']['why_not']}",
+        )
     )
     if torch_["cuda"]:
         rows.append(("CUDA device", torch_["cuda_device"] or "none found"))

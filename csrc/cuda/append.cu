@@ -89,7 +89,11 @@ ATTN_EXT_KERNEL void append_kernel(ATTN_EXT_GRID_CONSTANT const AppendParams p, 
     const int64_t i = r % p.n, h = r / p.n % p.heads, b = r / p.n / p.heads;
     const int64_t first = p.cu ? entry(p.cu + b) : 0, count = p.cu ? entry(p.cu + b + 1) - first : p.n;
     if (i >= count) continue;
-    const int64_t position = entry(p.positions + b) + i;
+    // Of more tokens than a ring has places the last ones stay: others would be written to the same place at the same time.
+    if (p.layout.ring > 0 && i < count - p.layout.ring) continue;
+    const int64_t start = entry(p.positions + b);
+    if (start < 0) continue;
+    const int64_t position = start + i;
     const AppendedRow<T> row(p, address(p.from, p.batch, b, h, first + i), position);
     char* to =
         p.to_packed ? address(p.to, p.batch, b, h, first + i) : cache_row(p.layout, p.to, p.batch, b, h, position);

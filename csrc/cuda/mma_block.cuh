@@ -423,7 +423,7 @@ class MmaBlock {
     ATTN_EXT_UNROLL
     for (int n = 0; n < Traits::kKeyTiles; n += 4) {
       const int64_t j = start + (n + lane_ % 4) * 8;
-      const uint32_t own = dropout_kept(p_.dropout_seed, p_.dropout_threshold, sequence().b, row.h, row.i, j);
+      const uint32_t own = dropout_kept(dropout_seed_of(p_), p_.dropout_threshold, sequence().b, row.h, row.i, j);
       ATTN_EXT_UNROLL
       for (int other = 0; other < 4; ++other) {
         const uint32_t piece = shuffle_from(own, lane_ / 4 * 4 + other) >> (lane_ % 4 * 2) & 3u;

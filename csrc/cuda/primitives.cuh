@@ -44,6 +44,7 @@ inline constexpr int64_t most_blocks = 0x7fffffff;
 #define ATTN_EXT_KERNEL __global__
 #define ATTN_EXT_DEVICE __device__ __forceinline__
 #define ATTN_EXT_GRID_CONSTANT __grid_constant__
+#define ATTN_EXT_DEVICE_VARIABLE __device__  // one on each device
 // Before loops over a thread's own rows, keys and columns: arrays that are indexed by constants stay in registers.
 #define ATTN_EXT_UNROLL _Pragma("unroll")
 // Before loops whose bodies are long: unrolled they take registers (until they spill) and minutes of compiling.
@@ -143,15 +144,14 @@ ATTN_EXT_DEVICE void multiply_matrices(Four<float>& acc, const Four<uint32_t>& a
                                        Site = Site::here()) {
   if constexpr (std::is_same_v<Storage, bf16>) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
-        "%2, "
-        "%3};"
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(acc.x[0]), "+f"(acc.x[1]), "+f"(acc.x[2]), "+f"(acc.x[3])
         : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
   } else {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(acc.x[0]), "+f"(acc.x[1]), "+f"(acc.x[2]), "+f"(acc.x[3])
         : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
   }
@@ -181,6 +181,14 @@ ATTN_EXT_DEVICE float exp2_approx(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
   return power;
+}
+
+// Of a variable of the device; both return what was there.
+ATTN_EXT_DEVICE uint64_t atomic_min(uint64_t* at, uint64_t x) {
+  return atomicMin(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(x));
+}
+ATTN_EXT_DEVICE uint64_t atomic_exchange(uint64_t* at, uint64_t x) {
+  return atomicExch(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(x));
 }
 
 // exp2f has 2 ulp and no fast-math flag turns it into less.

@@ -52,7 +52,8 @@ class TileBlock : protected ScoreBlock<Traits> {
   // Which weights of own row m the dropout keeps, eight keys from a multiple of 8 on; and what that makes of one.
   ATTN_EXT_DEVICE uint32_t kept_of(int m, int64_t start) const {
     if (!p_.dropout || !real_[m]) return 0;
-    return dropout_kept(p_.dropout_seed, p_.dropout_threshold, row_[m].b, row_[m].h, row_[m].i, Base::own_key(start));
+    return dropout_kept(dropout_seed_of(p_), p_.dropout_threshold, row_[m].b, row_[m].h, row_[m].i,
+                        Base::own_key(start));
   }
   ATTN_EXT_DEVICE T dropped(T x, uint32_t kept, int64_t start, int n) const {
     if (!p_.dropout) return x;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <utility>
 
 #include "simulator.h"
 #include "storage.h"
@@ -13,6 +14,7 @@
 #define ATTN_EXT_KERNEL
 #define ATTN_EXT_DEVICE
 #define ATTN_EXT_GRID_CONSTANT
+#define ATTN_EXT_DEVICE_VARIABLE
 #define ATTN_EXT_UNROLL
 #define ATTN_EXT_ROLLED
 
@@ -142,6 +144,14 @@ inline float exp2_approx(float x) {
   const float power = std::exp2(x);
   return power < 0x1p-126f ? 0.0f : power;
 }
+
+// Of a variable of the device, which is no memory of a call's: there are no bounds to check. Threads take turns.
+inline uint64_t atomic_min(uint64_t* at, uint64_t x) {
+  const uint64_t before = *at;
+  if (x < before) *at = x;
+  return before;
+}
+inline uint64_t atomic_exchange(uint64_t* at, uint64_t x) { return std::exchange(*at, x); }
 
 inline float exp2_of(float x) { return std::exp2(x); }
 inline double exp2_of(double x) { return std::exp2(x); }

@@ -1,19 +1,16 @@
-// The CUDA kernels as one more ISA of the CPU's table: whatever the C++ tests ask of the CPU's kernels they ask of
-// these, run by the simulator. Each call allows its tensors, exactly from their first to their last element.
+#include "cuda_sim/kernels.h"
+
 #include <algorithm>
 #include <memory>
 #include <vector>
 
 #include "cpu/isa_list.h"
-#include "cuda/kernels.h"
 #include "cuda/primitives.cuh"
 #include "positions.h"
 #include "simulator.h"
 
-namespace attn_ext::cpu::cuda_sim {
+namespace attn_ext::cuda_sim {
 namespace {
-
-using attn_ext::cuda_sim::Allow;
 
 // How many of everything a call has: packed sequences have no batch dim.
 struct Counts {
@@ -105,11 +102,26 @@ class Allowed {
     const int64_t slopes = p.alibi_stride_b > 0 ? p.batch * p.Hq : p.Hq;
     bytes(p.alibi_slopes, slopes * int64_t{sizeof(float)}, Allow::Access::read);
     bytes(p.sinks, p.Hq * int64_t{sizeof(double)}, Allow::Access::read);
+    if (p.dropout_seed_at != nullptr) numbers(p.dropout_seed_at, 1);
+  }
+
+  // `count` numbers of a view, whose steps may be of either sign.
+  void integers(const cuda::IntegerView& view, int64_t count) {
+    const int64_t element = view.is_wide ? 8 : 4, last = (count - 1) * view.stride * element;
+    const auto* data = static_cast<const char*>(view.data);
+    if (count > 0) bytes(data + std::min<int64_t>(last, 0), std::abs(last) + element, Allow::Access::read);
   }
 
  private:
   std::vector<std::unique_ptr<Allow>> ranges_;
 };
+
+// Room for a number of every row, laid out as row_max is.
+int64_t rows_bytes(const BackwardParams& p) {
+  const Counts n(p);
+  if (n.batch * p.Hq * n.q_rows == 0) return 0;
+  return ((n.batch - 1) * p.row_max.stride_b + (p.Hq - 1) * p.row_max.stride_h + n.q_rows) * n.element;
+}
 
 // Every other call has fewer blocks than tasks, so that blocks come to a second one.
 void choose_blocks() {
@@ -119,7 +131,7 @@ void choose_blocks() {
 
 }  // namespace
 
-void forward(const ForwardParams& p, const Parallel&) {
+void forward(const ForwardParams& p, cuda::StreamHandle stream) {
   choose_blocks();
   Allowed allowed;
   const Counts n(p);
@@ -128,10 +140,10 @@ void forward(const ForwardParams& p, const Parallel&) {
   for (const RowView* rows : {&p.lse, &p.row_max, &p.row_sum}) {
     allowed.rows(*rows, n.batch, p.Hq, n.q_rows, n.element, Allow::Access::read_write);
   }
-  cuda::forward(p, nullptr);
+  cuda::forward(p, stream);
 }
 
-void backward(const BackwardParams& p, const Parallel&) {
+void backward(const BackwardParams& p, void* delta, cuda::StreamHandle stream) {
   choose_blocks();
   Allowed allowed;
   const Counts n(p);
@@ -148,12 +160,12 @@ void backward(const BackwardParams& p, const Parallel&) {
     allowed.tensor(view, {n.outer, n.inner, p.Hq, p.Lq, p.Lk}, Allow::Access::read_write);
   }
   allowed.bytes(p.dsinks, p.Hq * int64_t{sizeof(double)}, Allow::Access::read_write);
-  std::vector<char> delta(static_cast<size_t>(n.batch * p.Hq * n.q_rows * n.element));
-  allowed.bytes(delta.data(), n.batch * p.Hq * n.q_rows * n.element, Allow::Access::read_write);
-  cuda::backward(p, delta.data(), nullptr);
+  allowed.rows({delta, p.row_max.stride_b, p.row_max.stride_h}, n.batch, p.Hq, n.q_rows, n.element,
+               Allow::Access::read_write);
+  cuda::backward(p, delta, stream);
 }
 
-void weights(const WeightsParams& p, const Parallel&) {
+void weights(const WeightsParams& p, cuda::StreamHandle stream) {
   choose_blocks();
   Allowed allowed;
   const Counts n(p);
@@ -162,16 +174,16 @@ void weights(const WeightsParams& p, const Parallel&) {
   for (const RowView* rows : {&p.row_max, &p.row_sum}) {
     allowed.rows(*rows, n.batch, p.Hq, n.q_rows, n.element, Allow::Access::read);
   }
-  cuda::weights(p, nullptr);
+  cuda::weights(p, stream);
 }
 
-void append(const AppendParams& p, const Parallel&) {
+void append(const AppendParams& p, cuda::StreamHandle stream) {
   choose_blocks();
   Allowed allowed;
   const int64_t total = p.cu ? p.cu[p.batch] : p.n;
   int64_t end = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
-    end = std::max(end, p.positions[b] + (p.cu ? p.cu[b + 1] - p.cu[b] : p.n));
+    if (p.positions[b] >= 0) end = std::max(end, p.positions[b] + (p.cu ? p.cu[b + 1] - p.cu[b] : p.n));
   }
   allowed.numbers(p.positions, p.batch);
   allowed.numbers(p.cu, p.batch + 1);
@@ -186,8 +198,73 @@ void append(const AppendParams& p, const Parallel&) {
   const int64_t element = p.from.dtype == DType::float64 ? 8 : 4, pairs = p.rotary_dim / 2;
   allowed.bytes(p.cos, ((end - 1) * p.cos_stride + pairs) * element, Allow::Access::read);
   allowed.bytes(p.sin, ((end - 1) * p.sin_stride + pairs) * element, Allow::Access::read);
-  cuda::append(p, nullptr);
+  cuda::append(p, stream);
 }
+
+void check_lengths(const cuda::LengthsCheck& c, cuda::StreamHandle stream) {
+  choose_blocks();
+  Allowed allowed;
+  allowed.integers(c.from, c.count);
+  allowed.bytes(c.to, c.count * int64_t{sizeof(int64_t)}, Allow::Access::read_write);
+  cuda::check_lengths(c, stream);
+}
+
+void check_boundaries(const cuda::BoundariesCheck& c, cuda::StreamHandle stream) {
+  choose_blocks();
+  Allowed allowed;
+  allowed.integers(c.from, c.sequences + 1);
+  allowed.bytes(c.to, (c.sequences + 1) * int64_t{sizeof(int64_t)}, Allow::Access::read_write);
+  cuda::check_boundaries(c, stream);
+}
+
+void check_cache(const cuda::CacheCheck& c, cuda::StreamHandle stream) {
+  choose_blocks();
+  Allowed allowed;
+  allowed.integers(c.lengths, c.batch);
+  allowed.numbers(c.cu, c.batch + 1);
+  for (int64_t b = 0; c.page > 0 && b < c.batch; ++b) {
+    cuda::IntegerView row = c.table;
+    row.data = static_cast<const int32_t*>(row.data) + b * c.table_stride;
+    allowed.integers(row, c.blocks);
+  }
+  if (c.page > 0) {
+    allowed.bytes(c.table_to, c.batch * c.blocks * int64_t{sizeof(int32_t)}, Allow::Access::read_write);
+  }
+  for (int64_t* to : {c.totals, c.positions, c.query_positions}) {
+    allowed.bytes(to, c.batch * int64_t{sizeof(int64_t)}, Allow::Access::read_write);
+  }
+  cuda::check_cache(c, stream);
+}
+
+void copy_numbers(const cuda::NumbersCopy& c, cuda::StreamHandle stream) {
+  choose_blocks();
+  Allowed allowed;
+  allowed.tensor(c.from, {1, 1, 1, c.rows, c.columns}, Allow::Access::read);
+  allowed.bytes(c.to, c.rows * c.columns * (c.to_double ? 8 : 4), Allow::Access::read_write);
+  cuda::copy_numbers(c, stream);
+}
+
+void take_fault(int64_t* to, cuda::StreamHandle stream) {
+  Allowed allowed;
+  allowed.bytes(to, sizeof(int64_t), Allow::Access::read_write);
+  cuda::take_fault(to, stream);
+}
+
+}  // namespace attn_ext::cuda_sim
+
+// ---- As an ISA ------------------------------------------------------------------------------------------------------
+
+namespace attn_ext::cpu::cuda_sim {
+
+void forward(const ForwardParams& p, const Parallel&) { attn_ext::cuda_sim::forward(p, nullptr); }
+
+void backward(const BackwardParams& p, const Parallel&) {
+  std::vector<char> delta(static_cast<size_t>(attn_ext::cuda_sim::rows_bytes(p)));
+  attn_ext::cuda_sim::backward(p, delta.data(), nullptr);
+}
+
+void weights(const WeightsParams& p, const Parallel&) { attn_ext::cuda_sim::weights(p, nullptr); }
+void append(const AppendParams& p, const Parallel&) { attn_ext::cuda_sim::append(p, nullptr); }
 
 TileShape tile(bool is_double) { return {is_double ? 32 : 64, 32}; }
 

@@ -357,22 +357,34 @@ def option_key(options: dict[str, Any]) -> list[Any]:
     return [x for item in sorted(options.items()) for x in item]
 
 
-def check_forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], what: str = "output") -> Tensor:
-    """Call attention without gradients and hold output and lse against the reference; returns the output."""
+def check_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any],
+    what: str = "output",
+    attention: Callable[..., Any] | None = None,
+) -> Tensor:
+    """Call attention without gradients and hold output and lse against the reference; returns the output.
+
+    `attention` is called in the place of `attn_ext.attention`, as it would be.
+    """
     import attn_ext
+
+    attention = attention or attn_ext.attention
 
     def expected() -> tuple[Tensor, ...]:
         truth = reference_call(q, k, v, options, torch.float64, return_lse=True)
         return (*truth, *reference_call(q, k, v, options, q.dtype, return_lse=True))
 
     with torch.no_grad():
-        out, lse = attn_ext.attention(q, k, v, **options, return_lse=True)
+        out, lse = attention(q, k, v, **options, return_lse=True)
         truth, truth_lse, plain, plain_lse = remembered(("forward", q, k, v, *option_key(options)), expected)
         assert out.dtype == q.dtype
         assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
         assert_close_to_reference(out, truth, plain, what=what)
         assert_close_to_reference(lse, truth_lse, plain_lse, what=f"lse of {what}")
-        lean = attn_ext.attention(q, k, v, **options)
+        lean = attention(q, k, v, **options)
     same = torch.equal(torch.nan_to_num(lean), torch.nan_to_num(out))
     assert same, f"{what}: asking for the lse changed the output"
     return out
@@ -419,6 +431,7 @@ def check_gradients(
     wanted: Iterable[str] | None = None,
     grad_out: Tensor | None = None,
     with_lse: bool = False,
+    attention: Callable[..., Any] | None = None,
 ) -> dict[str, Tensor]:
     """Hold the gradients of attention against the reference's and return them.
 
@@ -426,6 +439,7 @@ def check_gradients(
         wanted: names among q, k, v, mask, bias, sinks; default: all that are floating point tensors here.
         grad_out: upstream gradient, any strides; random by default.
         with_lse: also send a gradient into the lse.
+        attention: called in the place of `attn_ext.attention`, as it would be.
     """
     import attn_ext
 
@@ -445,7 +459,7 @@ def check_gradients(
             tensor.requires_grad_(name in names)
         return gradients(function, tensors, options, grad_out, grad_lse)[1]
 
-    actual = run(attn_ext.attention, None)
+    actual = run(attention or attn_ext.attention, None)
     for name, grad in actual.items():
         assert grad.shape == every[name].shape, f"gradient of {name} has shape {tuple(grad.shape)}"
         assert grad.dtype == every[name].dtype, f"gradient of {name} has dtype {grad.dtype}"

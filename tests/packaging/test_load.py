@@ -114,6 +114,18 @@ def test_built_for_another_python(package: Path) -> None:
     assert f"loads _C{SUFFIX}" in said
 
 
+def test_simulated_cuda_kernels_that_are_not_built(package: Path) -> None:
+    said = sentence_of_loading(package, before="import os; os.environ['ATTN_EXT_CUDA_SIM'] = '1'")
+    assert "which are not built" in said
+    assert str(package.parent / "build" / "cuda_sim" / "attn_ext" / f"_C{SUFFIX}") in said
+    assert f"{sys.executable} setup.py build_cuda_sim" in said
+
+
+def test_simulated_cuda_kernels_by_a_word_that_is_no_switch(package: Path) -> None:
+    said = sentence_of_loading(package, before="import os; os.environ['ATTN_EXT_CUDA_SIM'] = 'yes'")
+    assert "ATTN_EXT_CUDA_SIM must be 0 or 1, not 'yes'" in said
+
+
 @pytest.mark.parametrize("content", [b"", b"this is no shared object" * 100])
 def test_file_that_is_no_shared_object(package: Path, content: bytes) -> None:
     (package / f"_C{SUFFIX}").write_bytes(content)
