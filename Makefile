@@ -36,7 +36,7 @@ STAMP := $(VENV)/.attn_ext
 WANTED = $$(cat requirements-dev.txt pyproject.toml <(pwd) | cksum)
 
 CPP_FORMAT = find csrc tests/cpp tests/cuda_sim -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'
-CTEST = ctest --output-on-failure --no-tests=error --test-dir
+CTEST = ctest --output-on-failure --no-tests=error --parallel $$(nproc) --test-dir
 
 .PHONY: help venv dev build embedder test demo lint format bench real-models cpp-test no-avx sanitize aarch64 \
         avx512-emulated cuda-sim cuda-compile torch-range clean
@@ -105,7 +105,7 @@ cpp-test:
 
 # A CPU without AVX, where one stray instruction outside its target region is the end of the process.
 no-avx: cpp-test
-	qemu-x86_64 -cpu Nehalem $(CMAKE_BUILD)/plain/kernel_tests
+	ATTN_EXT_TEST_UNDER="qemu-x86_64 -cpu Nehalem" $(CTEST) $(CMAKE_BUILD)/plain
 
 sanitize:
 	cmake -S . -B $(CMAKE_BUILD)/asan -DATTN_EXT_SANITIZE=address,undefined
@@ -128,7 +128,7 @@ avx512-emulated:
 cuda-sim:
 	cmake -S . -B $(CMAKE_BUILD)/cuda-sim -DATTN_EXT_CUDA_SIM=ON
 	cmake --build $(CMAKE_BUILD)/cuda-sim --parallel $$(nproc)
-	$(CTEST) $(CMAKE_BUILD)/cuda-sim --parallel $$(nproc)
+	$(CTEST) $(CMAKE_BUILD)/cuda-sim
 
 cuda-compile:
 	scripts/cuda_compile.sh
