@@ -30,6 +30,10 @@ CMAKE_BUILD ?= build/cmake
 VENV := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),$(CURDIR)/.venv)
 PY := "$(VENV)/bin/python"
 STAMP := $(VENV)/.attn_ext
+# Two processes where that helps (tests/conftest.py decides). Each begins with one half of the tests, so that those of a
+# file, which may share a model, mostly stay together; the one that is done first takes from the other.
+# PYTEST_ARGS="-n0 ..." is one process in any case.
+PYTEST = $(PY) -m pytest -n auto --dist worksteal
 
 # make knows no file names with spaces, so what is installed is looked up in the recipes: a stamp keeps the checksum
 # of the files that decide what has to be installed, and the folder that the editable install points to.
@@ -66,7 +70,7 @@ build: dev
 	@$(PY) setup.py --quiet build_ext --inplace
 
 test: build embedder
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 # The sentence embedder's weights. (--no-deps: the package asks for a library that it does not need here.)
 embedder: dev
