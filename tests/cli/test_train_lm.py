@@ -70,7 +70,8 @@ def running(
         [sys.executable, *before, "train-lm", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # On one line however long pytest's paths are (those of its worker processes are longer).
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "300"},
     )
     try:
         yield process

@@ -247,7 +247,7 @@ TEST(options, layouts) {
   }
 }
 
-TEST(options, packed) {
+TEST(packed, sequences) {
   for (const DType dtype : kDTypes) {
     for (const Layout layout : {Layout::transposed, Layout::plain, Layout::padded}) {
       Case c{.name = "packed",

@@ -72,6 +72,20 @@ class Tensor {
   int64_t offset(int64_t b0, int64_t b1, int64_t h, int64_t l, int64_t d) const {
     return b0 * strides_[0] + b1 * strides_[1] + h * strides_[2] + l * strides_[3] + d * strides_[4];
   }
+  // Calls f(offset, count) for elements that lie side by side: whole rows, or one by one where a row does not.
+  template <class F>
+  void for_each_run(const F& f) const {
+    const int64_t count = strides_[4] <= 1 ? sizes_[4] : 1;
+    for (int64_t b0 = 0; b0 < sizes_[0]; ++b0) {
+      for (int64_t b1 = 0; b1 < sizes_[1]; ++b1) {
+        for (int64_t h = 0; h < sizes_[2]; ++h) {
+          for (int64_t l = 0; l < sizes_[3]; ++l) {
+            for (int64_t d = 0; d < sizes_[4]; d += count) f(offset(b0, b1, h, l, d), count);
+          }
+        }
+      }
+    }
+  }
   double get_at(int64_t offset) const;
   void set_at(int64_t offset, double x);
   char* data() const;

@@ -73,7 +73,16 @@ def copy_tree(folder: Path) -> Path:
         ROOT,
         folder,
         ignore=shutil.ignore_patterns(
-            ".git", ".venv*", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
+            ".git",
+            ".venv*",
+            "build",
+            "dist",
+            "*.so",
+            "*.egg-info",
+            "__pycache__",
+            ".*_cache",
+            ".hypothesis",
+            "attn_ext-*",  # where `setup.py sdist`, perhaps of a test beside this one, collects files for a moment
         ),
     )
     for source in folder.glob("csrc/**/*.cpp"):
