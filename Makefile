@@ -14,8 +14,7 @@
 #   make no-avx           the same on a CPU without AVX (qemu-x86_64)
 #   make cuda-sim         the CUDA kernels, run on the CPU by a simulator (needs Boost.Context)
 #   make cuda-sim-python  the same behind the Python package: tests/cuda
-#   make cuda-compile     the CUDA kernels for real GPUs, without one (needs nvcc)
-#   make cuda-build       attn_ext._cuda for one generation of GPUs, and what it registers (needs nvcc)
+#   make cuda-compile     attn_ext._cuda for real GPUs, without one: spills, instructions, what it registers (needs nvcc)
 #   make torch-range      one build in several torch versions (downloads gigabytes)
 #   make clean            remove what builds leave (not .venv)
 
@@ -45,7 +44,7 @@ CPP_FORMAT = find csrc tests/cpp tests/cuda_sim -name '*.h' -o -name '*.cpp' -o 
 CTEST = ctest --output-on-failure --no-tests=error --parallel $$(nproc) --test-dir
 
 .PHONY: help venv dev build embedder test demo lint format bench real-models cpp-test no-avx sanitize aarch64 \
-        avx512-emulated cuda-sim cuda-sim-python cuda-compile cuda-build torch-range clean
+        avx512-emulated cuda-sim cuda-sim-python cuda-compile torch-range clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -141,15 +140,13 @@ cuda-sim-python: dev
 	$(PY) setup.py --quiet build_cuda_sim
 	ATTN_EXT_CUDA_SIM=1 $(PY) -m pytest -q -n $$(nproc) tests/cuda
 
+# attn_ext._cuda for two generations of GPUs (A100; H100, H200), beside the package's own files, which stay without it.
 cuda-compile: dev
 	$(PY) -m pip install --disable-pip-version-check --quiet nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
-	PATH="$$PATH:$$($(PY) -c 'import nvidia, pathlib; print(next(pathlib.Path(nvidia.__path__[0]).glob("cu*/bin")))')" \
-	  scripts/cuda_compile.sh
-
-# Beside the package's own files, which stay without it.
-cuda-build: dev
-	ATTN_EXT_CUDA=1 ATTN_EXT_CUDA_ARCHS="$${ATTN_EXT_CUDA_ARCHS:-90}" $(PY) setup.py --quiet build_ext \
+	ATTN_EXT_CUDA=1 ATTN_EXT_WERROR=1 ATTN_EXT_CUDA_ARCHS="80 90" $(PY) setup.py --quiet build_ext \
 	  --build-lib build/cuda_lib
+	PATH="$$PATH:$$($(PY) -c 'import nvidia, pathlib; print(next(pathlib.Path(nvidia.__path__[0]).glob("cu*/bin")))')" \
+	  scripts/cuda_check.sh build/temp.*/cuda/kernels 80 90
 	$(PY) scripts/cuda_registers.py build/cuda_lib/attn_ext/_cuda.*.so
 
 torch-range:

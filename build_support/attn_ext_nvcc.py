@@ -124,6 +124,8 @@ def flags(toolkit: Toolkit, root: Path, compiler: str) -> list[str]:
         "--fmad=false",  # a*b+c is fused where the kernels say fma and nowhere else
         "--expt-relaxed-constexpr", f"-I{root / 'csrc'}", f"-ccbin={shlex.split(compiler)[0]}",
         "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas",
+        "-Xptxas", "-v",  # registers and spills, for the log
+        *(["-Werror", "all-warnings"] if os.environ.get("ATTN_EXT_WERROR") == "1" else []),
     ]  # fmt: skip
     for arch in toolkit.archs:
         result += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
@@ -145,7 +147,7 @@ def _is_up_to_date(target: Path, note: Path, options: str) -> bool:
 def compile_kernels(
     toolkit: Toolkit, sources: Sequence[Path], options: list[str], folder: Path, jobs: int
 ) -> list[str]:
-    """Compiles what changed, `jobs` at a time; returns the objects."""
+    """Compiles what changed, `jobs` at a time; returns the objects. What nvcc and ptxas said lies beside each (.log)."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def compile_one(source: Path) -> str:
@@ -154,10 +156,23 @@ def compile_kernels(
         if not _is_up_to_date(target, note, shlex.join(command)):
             print(shlex.join(command), flush=True)
             note.unlink(missing_ok=True)
-            if subprocess.run(
-                [*command, "-MD", "-MF", str(target.with_suffix(".d"))], check=False
-            ).returncode:
+            done = subprocess.run(
+                [*command, "-MD", "-MF", str(target.with_suffix(".d"))],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            target.with_suffix(".log").write_text(done.stdout)
+            if done.returncode:
+                print(done.stdout, flush=True)
                 stop(f"nvcc did not compile {source}; what it said is above.")
+            print(
+                *(line for line in done.stdout.splitlines() if "warning" in line),
+                sep="\n",
+                end="",
+                flush=True,
+            )
             note.write_text(shlex.join(command))
         return str(target)
 

@@ -1,7 +1,7 @@
 // Gradients on tensor cores: dq, dk and dv of fp16 and bf16, head dims to 256, without atomics: every number is one sum in one
 // fixed order. (The rows' delta, and the gradients of sinks and biases, are the general kernels'.) Letters as there:
 //
-//   for each tile of 64 rows × 64 (32) keys in which something is seen:
+//   for each tile of 64 rows × 64 keys (32 at a time where registers are scarce) in which something is seen:
 //     x = scores, as in the forward;  p = exp2((x − m)·c) / l;  dp = go · vᵀ;  ds = p ∘ (dp − delta)
 //   dq += ds · k           a block has the tile's rows and walks over keys
 //   dv += pᵀ · go,         a block has the tile's keys and walks over the heads that share them, and their rows; p and ds
@@ -388,50 +388,64 @@ ATTN_EXT_KERNEL void key_gradients_mma(ATTN_EXT_GRID_CONSTANT const BackwardPara
 
 // ---- Launchers -----------------------------------------------------------------------------------------------------
 
-template <class Storage, int width, int keys>
+// The traits for a width. Sums of dk and dv together fit into registers up to 128 columns. Bytes of shared memory for 64, 128
+// and 256 columns: queries' gradients 52,480, 68,864 and 134,400; keys' 52,992, 85,760 and 151,296.
+template <class StorageType, int columns>
+struct Choice {
+  using Storage = StorageType;
+  using Queries = GradientMmaTraits<Storage, columns, columns <= 64 ? 64 : 32, false>;
+  using Keys = GradientMmaTraits<Storage, columns, 32, true>;
+  static constexpr bool kKeysAndValues = columns <= 128;
+};
+
+template <class Traits>
 void launch_queries(const BackwardParams& p, const float* delta, StreamHandle stream) {
-  using Traits = GradientMmaTraits<Storage, width, keys, false>;
   const int64_t row_blocks = pieces(p.Hq / p.Hkv * p.Lq, Traits::kRows), tasks = p.batch * p.Hkv * row_blocks;
   launch_tasks("query_gradients_mma", query_gradients_mma<Traits>, tasks, Traits::kThreads, Traits::kSharedBytes,
                stream, p, delta, row_blocks, tasks);
 }
 
-template <class Storage, int width, bool of_keys, bool of_values>
+template <class Traits, bool of_keys, bool of_values>
 void launch_keys(const BackwardParams& p, const float* delta, StreamHandle stream) {
-  using Traits = GradientMmaTraits<Storage, width, 32, true>;
   const int64_t key_blocks = pieces(p.Lk, Traits::kTileKeys), tasks = p.batch * p.Hkv * key_blocks;
   launch_tasks("key_gradients_mma", key_gradients_mma<Traits, of_keys, of_values>, tasks, Traits::kThreads,
                Traits::kSharedBytes, stream, p, delta, key_blocks, tasks);
 }
 
-// Sums of dk and dv together fit into registers up to 128 columns.
-template <class Storage, int width>
-void launch_for_width(const BackwardParams& p, const float* delta, StreamHandle stream) {
-  if (p.dq) launch_queries<Storage, width, width <= 128 ? 64 : 32>(p, delta, stream);
-  if constexpr (width <= 128) {
-    if (p.dk || p.dv) launch_keys<Storage, width, true, true>(p, delta, stream);
-  } else {
-    if (p.dk) launch_keys<Storage, width, true, false>(p, delta, stream);
-    if (p.dv) launch_keys<Storage, width, false, true>(p, delta, stream);
-  }
+template <class Storage, class F>
+auto with_choice_of(const BackwardParams& p, const F& f) {
+  const int64_t width = p.D > p.Dv ? p.D : p.Dv;
+  if (width <= 64) return f(Choice<Storage, 64>());
+  if (width <= 128) return f(Choice<Storage, 128>());
+  return f(Choice<Storage, 256>());
 }
 
-template <class Storage>
-void launch_for(const BackwardParams& p, const float* delta, StreamHandle stream) {
-  const int64_t width = p.D > p.Dv ? p.D : p.Dv;
-  if (width <= 64) {
-    launch_for_width<Storage, 64>(p, delta, stream);
-  } else if (width <= 128) {
-    launch_for_width<Storage, 128>(p, delta, stream);
-  } else {
-    launch_for_width<Storage, 256>(p, delta, stream);
-  }
+template <class F>
+auto with_choice(const BackwardParams& p, const F& f) {
+  return p.q.dtype == DType::bfloat16 ? with_choice_of<bf16>(p, f) : with_choice_of<f16>(p, f);
 }
 
 }  // namespace
 
+bool fits_mma(const BackwardParams& p) {
+  return with_choice(p, [](auto choice) {
+    using Chosen = decltype(choice);
+    const size_t most = most_shared_bytes();
+    return Chosen::Queries::kSharedBytes <= most && Chosen::Keys::kSharedBytes <= most;
+  });
+}
+
 void backward_mma(const BackwardParams& p, const float* delta, StreamHandle stream) {
-  p.q.dtype == DType::bfloat16 ? launch_for<bf16>(p, delta, stream) : launch_for<f16>(p, delta, stream);
+  with_choice(p, [&](auto choice) {
+    using Chosen = decltype(choice);
+    if (p.dq) launch_queries<typename Chosen::Queries>(p, delta, stream);
+    if constexpr (Chosen::kKeysAndValues) {
+      if (p.dk || p.dv) launch_keys<typename Chosen::Keys, true, true>(p, delta, stream);
+    } else {
+      if (p.dk) launch_keys<typename Chosen::Keys, true, false>(p, delta, stream);
+      if (p.dv) launch_keys<typename Chosen::Keys, false, true>(p, delta, stream);
+    }
+  });
 }
 
 }  // namespace attn_ext::cuda

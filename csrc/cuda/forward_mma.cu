@@ -165,23 +165,28 @@ void launch_mma(const ForwardParams& p, StreamHandle stream) {
                row_blocks, tasks);
 }
 
-// 53,376 bytes of shared memory for 64 columns, 69,760 for 128, 100,416 for 256.
-template <class Storage>
-void launch_for_width(const ForwardParams& p, StreamHandle stream) {
+// Calls f with the traits for the call's width: 37,120 bytes of shared memory for 64 columns, 53,504 for 128, 100,608 for 256.
+template <class Storage, class F>
+auto with_traits_of(const ForwardParams& p, const F& f) {
   const int64_t width = p.D > p.Dv ? p.D : p.Dv;
-  if (width <= 64) {
-    launch_mma<MmaTraits<Storage, 64, 2, 64>>(p, stream);
-  } else if (width <= 128) {
-    launch_mma<MmaTraits<Storage, 128, 2, 32>>(p, stream);
-  } else {
-    launch_mma<MmaTraits<Storage, 256, 1, 64>>(p, stream);
-  }
+  if (width <= 64) return f(MmaTraits<Storage, 64, 2, 64>());
+  if (width <= 128) return f(MmaTraits<Storage, 128, 2, 32>());
+  return f(MmaTraits<Storage, 256, 1, 64>());
+}
+
+template <class F>
+auto with_traits(const ForwardParams& p, const F& f) {
+  return p.q.dtype == DType::bfloat16 ? with_traits_of<bf16>(p, f) : with_traits_of<f16>(p, f);
 }
 
 }  // namespace
 
+bool fits_mma(const ForwardParams& p) {
+  return with_traits(p, [](auto traits) { return decltype(traits)::kSharedBytes <= most_shared_bytes(); });
+}
+
 void forward_mma(const ForwardParams& p, StreamHandle stream) {
-  p.q.dtype == DType::bfloat16 ? launch_for_width<bf16>(p, stream) : launch_for_width<f16>(p, stream);
+  with_traits(p, [&](auto traits) { launch_mma<decltype(traits)>(p, stream); });
 }
 
 }  // namespace attn_ext::cuda

@@ -13,7 +13,9 @@ void forward(const ForwardParams& p, StreamHandle stream);
 void backward(const BackwardParams& p, void* delta, StreamHandle stream);
 
 // What forward and backward choose from (choice.cpp). Of the gradients backward_mma has those of q, k and v, from the delta
-// that backward_general has computed.
+// that backward_general has computed; fits_mma says whether the device has shared memory enough for it, as for forward_mma.
+bool fits_mma(const ForwardParams& p);
+bool fits_mma(const BackwardParams& p);
 void forward_mma(const ForwardParams& p, StreamHandle stream);
 void forward_general(const ForwardParams& p, StreamHandle stream);
 void backward_mma(const BackwardParams& p, const float* delta, StreamHandle stream);

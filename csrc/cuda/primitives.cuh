@@ -202,6 +202,14 @@ inline void expect_success(const char* name, cudaError_t status) {
   throw std::runtime_error(std::string("attn_ext: ") + name + ": " + cudaGetErrorString(status));
 }
 
+// What a block may ask for of the current device's shared memory: 99 KB on smaller GPUs, 163 (A100) or 227 (H100) on larger.
+inline size_t most_shared_bytes() {
+  int device = 0, bytes = 0;
+  expect_success("cudaGetDevice", cudaGetDevice(&device));
+  expect_success("shared memory", cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return static_cast<size_t>(bytes);
+}
+
 template <class Kernel, class... Args>
 inline void launch(const char* name, Kernel kernel, int64_t blocks, int threads, size_t shared_bytes, Stream stream,
                    const Args&... args) {

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "simulator.h"
@@ -158,9 +160,13 @@ inline double exp2_of(double x) { return std::exp2(x); }
 inline float fma_of(float a, float b, float c) { return std::fma(a, b, c); }
 inline double fma_of(double a, double b, double c) { return std::fma(a, b, c); }
 
+inline size_t most_shared = 163 * 1024;  // an A100's; the tests make it small
+inline size_t most_shared_bytes() { return most_shared; }
+
 template <class Kernel, class... Args>
 inline void launch(const char* name, Kernel kernel, int64_t blocks, int threads, size_t shared_bytes, Stream,
                    const Args&... args) {
+  if (shared_bytes > most_shared) throw std::runtime_error(std::string(name) + ": more shared memory than there is");
   cuda_sim::run({name, blocks, threads, shared_bytes}, [&] { kernel(args...); });
 }
 

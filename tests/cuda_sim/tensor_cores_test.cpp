@@ -1,5 +1,7 @@
 // What only the kernels on tensor cores can get wrong: their three widths, several blocks of rows, rows that do not come in
 // chunks of 16 bytes, NaN beside hidden pairs.
+#include "cuda/kernels.h"
+#include "cuda/primitives.cuh"
 #include "problem.h"
 #include "testing.h"
 
@@ -90,6 +92,26 @@ TEST(tensor_cores, options) {
       }
     }
   }
+}
+
+// Where a block has too little shared memory the general kernels take over.
+TEST(tensor_cores, small_gpus) {
+  const Case c{.name = "small GPU", .dtype = DType::bfloat16, .Lq = 20, .Lk = 30, .D = 256, .Dv = 256};
+  ForwardParams forward;
+  BackwardParams backward;
+  const Problem problem(c);
+  static_cast<AttentionParams&>(forward) = static_cast<AttentionParams&>(backward) = problem.params();
+  struct Device {
+    size_t shared_bytes;
+    bool forward_fits, backward_fits;
+  };
+  for (const auto& [bytes, forward_fits, backward_fits] :
+       {Device{163 * 1024, true, true}, Device{99 * 1024, true, false}, Device{48 * 1024, false, false}}) {
+    cuda::most_shared = bytes;
+    CHECK(cuda::fits_mma(forward) == forward_fits && cuda::fits_mma(backward) == backward_fits, "%zu bytes", bytes);
+    check_case(c);
+  }
+  cuda::most_shared = 163 * 1024;
 }
 
 }  // namespace
