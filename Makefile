@@ -143,7 +143,7 @@ cuda-sim-python: dev
 # attn_ext._cuda for two generations of GPUs (A100; H100, H200), beside the package's own files, which stay without it.
 cuda-compile: dev
 	$(PY) -m pip install --disable-pip-version-check --quiet nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
-	ATTN_EXT_CUDA=1 ATTN_EXT_WERROR=1 ATTN_EXT_CUDA_ARCHS="80 90" $(PY) setup.py --quiet build_ext \
+	ATTN_EXT_CUDA=1 ATTN_EXT_CUDA_ARCHS="80 90" $(PY) setup.py --quiet build_ext \
 	  --build-lib build/cuda_lib
 	PATH="$$PATH:$$($(PY) -c 'import nvidia, pathlib; print(next(pathlib.Path(nvidia.__path__[0]).glob("cu*/bin")))')" \
 	  scripts/cuda_check.sh build/temp.*/cuda/kernels 80 90

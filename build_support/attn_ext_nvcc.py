@@ -147,7 +147,7 @@ def _is_up_to_date(target: Path, note: Path, options: str) -> bool:
 def compile_kernels(
     toolkit: Toolkit, sources: Sequence[Path], options: list[str], folder: Path, jobs: int
 ) -> list[str]:
-    """Compiles what changed, `jobs` at a time; returns the objects. What nvcc and ptxas said lies beside each (.log)."""
+    """Compiles what changed, `jobs` at a time; returns the objects. What nvcc said lies beside each (.log)."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def compile_one(source: Path) -> str:
