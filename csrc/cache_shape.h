@@ -2,17 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <stdexcept>
-
-#include "checks.h"
 
 namespace attn_ext {
-
-// Places that are not there become Python's IndexError.
-#define ATTN_EXT_EXPECT_PLACE(condition, op, ...)                 \
-  do {                                                            \
-    if (!(condition)) refuse<std::out_of_range>(op, __VA_ARGS__); \
-  } while (false)
 
 inline constexpr int64_t kLongest = int64_t{1} << 40;  // no sequence is that long
 

@@ -30,6 +30,12 @@ template <class Error = std::invalid_argument, class... Parts>
     if (!(condition)) refuse(op, __VA_ARGS__); \
   } while (false)
 
+// Places that are not there become Python's IndexError.
+#define ATTN_EXT_EXPECT_PLACE(condition, op, ...)                 \
+  do {                                                            \
+    if (!(condition)) refuse<std::out_of_range>(op, __VA_ARGS__); \
+  } while (false)
+
 inline std::string shape_string(const Tensor& t) {
   std::string text = "(";
   for (int64_t d = 0; d < t.dim(); ++d) text += (d ? ", " : "") + std::to_string(t.size(d));

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from attn_ext import backend
+from attn_ext import _load, backend
 
 
 def test_the_active_set_is_one_of_those_offered_and_the_portable_one_is_always_there() -> None:
@@ -47,7 +48,7 @@ def test_unknown_names_are_refused_with_the_choices_and_change_nothing(name: str
 
 def test_use_is_the_way_out_where_the_variable_names_no_instruction_set() -> None:
     program = """
-from attn_ext import backend
+from attn_ext import _load, backend
 try:
     backend.active()
 except ValueError as error:
@@ -66,3 +67,9 @@ print(backend.active())
         check=False,
     )
     assert done.stdout.strip() == "scalar", done.stderr
+
+
+@pytest.mark.skipif(_load.why_no_cuda is None, reason="there are CUDA kernels")
+def test_where_there_are_no_cuda_kernels_nothing_can_be_asked_of_them() -> None:
+    with pytest.raises(RuntimeError, match=re.escape(str(_load.why_no_cuda))):
+        backend.check_cuda()

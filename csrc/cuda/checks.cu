@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cache_shape.h"
 #include "cuda/primitives.cuh"
 #include "cuda/scores.cuh"
 
@@ -10,7 +11,6 @@ namespace attn_ext::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int64_t kLongest = int64_t{1} << 40;  // no sequence is that long
 
 // ---- Faults ---------------------------------------------------------------------------------------------------------
 
