@@ -44,7 +44,7 @@ def test_gradients_of_every_option_in_every_dtype(dtype: torch.dtype, option: st
     check_gradients(*s.qkv(dtype), OPTIONS[option](s), with_lse=True)
 
 
-@pytest.mark.parametrize(("first", "second"), pairs())
+@pytest.mark.parametrize(("first", "second"), list(pairs()))
 def test_every_pair_of_options(first: str, second: str) -> None:
     s = Shape(2, 2, 1, 6, 35, 3)
     options = {**PARTS[first](s), **PARTS[second](s)}
