@@ -175,6 +175,11 @@ def build_settings() -> dict[str, object]:
         def run(self) -> None:
             with toolchain.exclusive(HERE / "build" / ".lock"):
                 self._note_configuration()
+                if self.inplace and isinstance(toolkit, str):
+                    for left in Path("attn_ext").glob(
+                        "_cuda.*.so"
+                    ):  # of a build before: it may not fit this `_C`
+                        left.unlink()
                 super().run()
 
         def build_extensions(self) -> None:

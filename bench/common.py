@@ -359,11 +359,10 @@ def timer_for(device: str) -> Timer:
         return CpuTimer()
     if not torch.cuda.is_available():
         raise BenchError("there is no CUDA device that torch can use on this machine; use --device cpu")
-    from attn_ext._load import _C
+    from attn_ext._load import why_no_cuda
 
-    info = _C.build_info()
-    if not info["cuda"]:
-        raise BenchError(f"attn_ext was built without CUDA ({info['cuda_reason']}); use --device cpu")
+    if why_no_cuda is not None:
+        raise BenchError(f"attn_ext has no CUDA kernels here ({why_no_cuda}); use --device cpu")
     return CudaTimer()
 
 

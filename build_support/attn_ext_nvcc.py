@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +35,7 @@ class Toolkit(NamedTuple):
         return ".".join(map(str, self.release))
 
 
-def _find_nvcc() -> str | None:
+def find_nvcc() -> str | None:
     """$NVCC, else that of $CUDA_HOME, else the one on PATH or in /usr/local/cuda."""
     named = os.environ.get("NVCC", "").strip()
     if named:
@@ -93,7 +94,7 @@ def find_toolkit(wanted: bool | None, torch_version: str, torch_cuda: str | None
 
 
 def _usable_toolkit(torch_version: str, torch_cuda: str | None) -> Toolkit | str:
-    nvcc = _find_nvcc()
+    nvcc = find_nvcc()
     oldest = ".".join(map(str, OLDEST_NVCC))
     if nvcc is None:
         return f"there is no nvcc ($CUDA_HOME, PATH, /usr/local/cuda); install the CUDA toolkit, {oldest} or newer"
@@ -155,6 +156,7 @@ def compile_kernels(
         command = [toolkit.nvcc, *options, "-c", str(source), "-o", str(target)]
         if not _is_up_to_date(target, note, shlex.join(command)):
             print(shlex.join(command), flush=True)
+            began = time.time_ns()
             note.unlink(missing_ok=True)
             done = subprocess.run(
                 [*command, "-MD", "-MF", str(target.with_suffix(".d"))],
@@ -173,6 +175,9 @@ def compile_kernels(
                 end="",
                 flush=True,
             )
+            os.utime(
+                target, ns=(began, began)
+            )  # a source that changes meanwhile is newer than what was made of it
             note.write_text(shlex.join(command))
         return str(target)
 

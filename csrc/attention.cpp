@@ -177,6 +177,9 @@ Tensor attention_weights(Tensor q, Tensor k, OptionalTensor mask, OptionalTensor
     expect_integers(call.op, "row_positions", *row_positions);
     ATTN_EXT_EXPECT(row_positions->size(0) == p.Lq, call.op, "row_positions must have one entry for each of the ", p.Lq,
                     " rows of q, not shape ", shape_string(*row_positions));
+    constexpr int64_t most = int64_t{1} << 40;
+    ATTN_EXT_EXPECT(num_queries >= 0 && num_queries <= most, call.op,
+                    "num_queries must lie between 0 and 2^40, not be ", num_queries);
     call.positions = read_positions(call.op, *row_positions, num_queries);
     p.row_positions = call.positions.data();
     p.num_queries = num_queries;

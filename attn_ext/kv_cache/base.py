@@ -183,7 +183,8 @@ class BaseCache(abc.ABC):
                 cache on the meta device.
             RuntimeError: in compiled code, for a paged cache: sequences share a block that is to be written to, which
                 `reserve` would have copied.
-            The cache is then as it was before.
+            The cache is then as it was before. (On a GPU a compiled step cannot know what the device finds wrong: the
+            lengths move along although nothing of that sequence was written, and `backend.check_cuda` tells.)
         """
         op = self._op("append")
         self._expect_data(op)

@@ -62,7 +62,8 @@ class GradientMmaBlock : public MmaBlock<Traits> {
     Base::load_rows(go_at(), p_.grad_out, p_.Dv);
     if (thread_index() >= Traits::kRows) return;
     const MmaRow row = load_shared(Base::rows_ + thread_index());
-    Four<float> statistics = {};  // a row that is none has weights 0
+    // A row that is none, or sees nothing, has 1 / sum = 0: no weights, whatever k and v hold.
+    Four<float> statistics = {};
     if (row.real()) {
       const MmaSequence s = Base::sequence();
       const int64_t at = s.q_row + row.i;
@@ -86,29 +87,33 @@ class GradientMmaBlock : public MmaBlock<Traits> {
       const Four<float> row = statistics_of(half);
       for_each_of(half, [&](int n, int e) {
         const float weight = exp2_approx((p[0][n].x[e] - row.x[0]) * c) * row.x[1];
-        p[0][n].x[e] = is_hidden(n, e) ? 0.0f : weight;
+        p[0][n].x[e] = is_hidden(n, e) || row.x[1] == 0.0f ? 0.0f : weight;
       });
     }
   }
 
-  // ds of that tile from its v and p; p becomes what v has met (dropout applied).
-  ATTN_EXT_DEVICE void compute_score_gradients(const char* k, const char* v, Scores& p, Scores& ds) {
+  // ds of that tile from its v and p.
+  ATTN_EXT_DEVICE void compute_score_gradients(const char* k, const char* v, const Scores& p, Scores& ds) const {
     Base::multiply_rows(go_at(), v, p_.Dv, ds);
     Base::drop(ds);
     const float by = p_.dropout ? static_cast<float>(p_.dropout_scale) : 1.0f;
     ATTN_EXT_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const float delta = statistics_of(half).x[2];
+      const Four<float> row = statistics_of(half);
       for_each_of(half, [&](int n, int e) {
-        const float gradient = p[0][n].x[e] * (ds[0][n].x[e] * by - delta);
-        ds[0][n].x[e] = is_hidden(n, e) ? 0.0f : gradient;
+        const float gradient = p[0][n].x[e] * (ds[0][n].x[e] * by - row.x[2]);
+        ds[0][n].x[e] = is_hidden(n, e) || row.x[1] == 0.0f ? 0.0f : gradient;
       });
     }
-    Base::drop(p);
-    if (p_.dropout) {
-      Base::for_each_pair([&](int m, int n, int e) { p[m][n].x[e] *= by; });
-    }
     if (p_.softcap != 0.0) apply_cap_derivative(k, ds);
+  }
+
+  // Makes of p what v has met.
+  ATTN_EXT_DEVICE void apply_dropout(Scores& p) const {
+    if (!p_.dropout) return;
+    Base::drop(p);
+    const auto by = static_cast<float>(p_.dropout_scale);
+    Base::for_each_pair([&](int m, int n, int e) { p[m][n].x[e] *= by; });
   }
 
   const BackwardParams& p_;
@@ -291,17 +296,20 @@ class KeyGradientsMma : public GradientMmaBlock<Traits> {
     if (Base::warp_sees(start)) {
       Scores p, ds;
       Base::compute_weights(start, Base::k_at(part), p);
-      Base::compute_score_gradients(Base::k_at(part), Base::v_at(part), p, ds);
+      if (of_keys && p_.dk) {
+        Base::compute_score_gradients(Base::k_at(part), Base::v_at(part), p, ds);
+        Base::round_weights(ds, rounded_ds);
+      }
+      Base::apply_dropout(p);
       Base::round_weights(p, rounded_p);
-      Base::round_weights(ds, rounded_ds);
       ATTN_EXT_UNROLL
       for (int half = 0; half < 2; ++half) hidden[half] = Base::some_hidden_ ? hidden_of_row(half) : 0;
     } else {
       ATTN_EXT_UNROLL
       for (int k = 0; k < Traits::kKeys / 16; ++k) rounded_p[0][k] = rounded_ds[0][k] = {};
     }
-    store_tile(0, part, rounded_p);
-    store_tile(1, part, rounded_ds);
+    if (of_values && p_.dv) store_tile(0, part, rounded_p);
+    if (of_keys && p_.dk) store_tile(1, part, rounded_ds);
     ATTN_EXT_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int row = warp_ * 16 + half * 8 + lane_ / 4;

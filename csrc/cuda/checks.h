@@ -1,6 +1,6 @@
 // Lengths, boundaries, tables and numbers of a call that lie in device memory: copied to what params.h wants, and checked on
 // the way, without the host. A bad one becomes a number with which no kernel reads or writes out of bounds: its sequence
-// takes no part (no keys, no new tokens), and the device's fault tells of it (take_fault).
+// takes no part (no keys, no new tokens; a row's position becomes 0), and the device's fault tells of it (take_fault).
 //
 // Functions over structs of pointers, as in kernels.h: queued on a stream, never waited for.
 #pragma once

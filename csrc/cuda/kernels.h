@@ -1,5 +1,5 @@
-// The CUDA kernels as functions over params whose pointers are device memory: queued on a stream, never waited for. What
-// a kernel adds nothing to (no rows, no keys) it does not write: outputs come in as zeros.
+// The CUDA kernels as functions over params whose pointers are device memory: queued on a stream, never waited for. forward
+// writes every row of every sequence. Gradients and weights come in as zeros: what a kernel adds nothing to it does not write.
 #pragma once
 
 #include "params.h"

@@ -1,5 +1,8 @@
 // What only the kernels on tensor cores can get wrong: their three widths, several blocks of rows, rows that do not come in
 // chunks of 16 bytes, NaN beside hidden pairs.
+#include <cmath>
+#include <limits>
+
 #include "cuda/kernels.h"
 #include "cuda/primitives.cuh"
 #include "problem.h"
@@ -112,6 +115,22 @@ TEST(tensor_cores, small_gpus) {
     check_case(c);
   }
   cuda::most_shared = 163 * 1024;
+}
+
+// A block has rows that are none. Inf in k, which makes −Inf of every score that there is, must not come back through them.
+TEST(tensor_cores, rows_that_are_none) {
+  const Case c{.name = "no rows", .dtype = DType::bfloat16, .Lq = 5, .Lk = 64, .D = 16, .Dv = 16};
+  Problem problem(c);
+  for (int64_t i = 0; i < c.Lq; ++i) problem.q.set(0, 0, 0, i, 3, -1);
+  problem.k.set(0, 0, 0, 7, 3, std::numeric_limits<double>::infinity());
+  const Gradients g = run_backward(problem, run_forward(problem));
+  for (int64_t j = 0; j < c.Lk; ++j) {
+    for (int64_t d = 0; d < c.D; ++d) {
+      const double dk = g.dk.get(0, 0, 0, j, d), dv = g.dv.get(0, 0, 0, j, d);
+      CHECK(std::isfinite(dk) && std::isfinite(dv) && (j != 7 || (dk == 0 && dv == 0)), "key %ld, %ld: dk %g, dv %g",
+            long(j), long(d), dk, dv);
+    }
+  }
 }
 
 }  // namespace

@@ -630,6 +630,8 @@ def test_weights_op_refuses_positions_that_do_not_fit() -> None:
         (torch.tensor([[0, 1, 2]]), 5),
         (torch.tensor([0.0, 1.0, 2.0]), 5),
         (torch.tensor([0, 1, 2]), -5),
+        (torch.tensor([0, 1, 2]), -(2**63)),
+        (torch.tensor([0, 1, 2]), 2**41),
     ):
         refused(FROM_OPS, (), raw_weights, q, k, positions, num_queries)
 
