@@ -176,10 +176,8 @@ def build_settings() -> dict[str, object]:
             with toolchain.exclusive(HERE / "build" / ".lock"):
                 self._note_configuration()
                 if self.inplace and isinstance(toolkit, str):
-                    for left in Path("attn_ext").glob(
-                        "_cuda.*.so"
-                    ):  # of a build before: it may not fit this `_C`
-                        left.unlink()
+                    for left_over in Path("attn_ext").glob("_cuda.*.so"):  # it may not fit this `_C`
+                        left_over.unlink()
                 super().run()
 
         def build_extensions(self) -> None:
