@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <new>
-#include <stdexcept>
 
 #include "device.h"
 #include "positions.h"
@@ -20,12 +18,7 @@ Tensor empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides,
   const StableIValue dtype = torch::stable::detail::from(type);
   const AOTITorchError error = aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(dtype),
                                                         device_type(), device_index(), &handle);
-#if defined(ATTN_EXT_ON_CUDA) && !defined(ATTN_EXT_CUDA_SIM)
-  if (error != AOTI_TORCH_SUCCESS)
-    throw std::runtime_error("attn_ext: CUDA out of memory, for an output or a workspace");
-#else
-  if (error != AOTI_TORCH_SUCCESS) throw std::bad_alloc();  // all else about the call is right
-#endif
+  if (error != AOTI_TORCH_SUCCESS) no_memory();  // all else about the call is right
   return Tensor(handle);
 }
 

@@ -235,7 +235,7 @@ class KeyGradientsMma : public GradientMmaBlock<Traits> {
     ATTN_EXT_UNROLL
     for (int n = 0; n < Traits::kWidth / 8; ++n) dk[0][n] = dv[0][n] = {};
     for (int block = 0; Base::begin_rows(int64_t{Traits::kRows} * block); ++block) {
-      if (start >= Base::block_keys().hi || start + Traits::kTileKeys <= Base::block_keys().lo) continue;
+      if (!Base::block_keys().meets(start, Traits::kTileKeys)) continue;
       Base::load_rows();
       commit_copies();
       wait_copies<0>();
@@ -243,8 +243,7 @@ class KeyGradientsMma : public GradientMmaBlock<Traits> {
       ATTN_EXT_ROLLED
       for (int part = 0; part < 2; ++part) compute_part(start + part * Traits::kKeys, part);
       sync_block();
-      const bool some_hidden = Base::units().scaled || p_.mask || start < Base::block_keys().all_lo ||
-                               start + Traits::kTileKeys > Base::block_keys().all_hi;
+      const bool some_hidden = Base::may_hide(Base::block_keys(), start, Traits::kTileKeys);
       const auto hidden_of = [&](int) { return hidden_transposed(); };
       Transposed left;
       if (of_values && p_.dv) {
@@ -399,7 +398,7 @@ ATTN_EXT_KERNEL void key_gradients_mma(ATTN_EXT_GRID_CONSTANT const BackwardPara
 // The traits for a width. Sums of dk and dv together fit into registers up to 128 columns. Bytes of shared memory for 64, 128
 // and 256 columns: queries' gradients 52,480, 68,864 and 134,400; keys' 52,992, 85,760 and 151,296.
 template <class StorageType, int columns>
-struct Choice {
+struct GradientChoice {
   using Storage = StorageType;
   using Queries = GradientMmaTraits<Storage, columns, columns <= 64 ? 64 : 32, false>;
   using Keys = GradientMmaTraits<Storage, columns, 32, true>;
@@ -420,23 +419,10 @@ void launch_keys(const BackwardParams& p, const float* delta, StreamHandle strea
                Traits::kSharedBytes, stream, p, delta, key_blocks, tasks);
 }
 
-template <class Storage, class F>
-auto with_choice_of(const BackwardParams& p, const F& f) {
-  const int64_t width = p.D > p.Dv ? p.D : p.Dv;
-  if (width <= 64) return f(Choice<Storage, 64>());
-  if (width <= 128) return f(Choice<Storage, 128>());
-  return f(Choice<Storage, 256>());
-}
-
-template <class F>
-auto with_choice(const BackwardParams& p, const F& f) {
-  return p.q.dtype == DType::bfloat16 ? with_choice_of<bf16>(p, f) : with_choice_of<f16>(p, f);
-}
-
 }  // namespace
 
 bool fits_mma(const BackwardParams& p) {
-  return with_choice(p, [](auto choice) {
+  return with_choice<GradientChoice>(p, [](auto choice) {
     using Chosen = decltype(choice);
     const size_t most = most_shared_bytes();
     return Chosen::Queries::kSharedBytes <= most && Chosen::Keys::kSharedBytes <= most;
@@ -444,7 +430,7 @@ bool fits_mma(const BackwardParams& p) {
 }
 
 void backward_mma(const BackwardParams& p, const float* delta, StreamHandle stream) {
-  with_choice(p, [&](auto choice) {
+  with_choice<GradientChoice>(p, [&](auto choice) {
     using Chosen = decltype(choice);
     if (p.dq) launch_queries<typename Chosen::Queries>(p, delta, stream);
     if constexpr (Chosen::kKeysAndValues) {

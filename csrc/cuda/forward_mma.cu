@@ -165,28 +165,19 @@ void launch_mma(const ForwardParams& p, StreamHandle stream) {
                row_blocks, tasks);
 }
 
-// Calls f with the traits for the call's width: 37,120 bytes of shared memory for 64 columns, 53,504 for 128, 100,608 for 256.
-template <class Storage, class F>
-auto with_traits_of(const ForwardParams& p, const F& f) {
-  const int64_t width = p.D > p.Dv ? p.D : p.Dv;
-  if (width <= 64) return f(MmaTraits<Storage, 64, 2, 64>());
-  if (width <= 128) return f(MmaTraits<Storage, 128, 2, 32>());
-  return f(MmaTraits<Storage, 256, 1, 64>());
-}
-
-template <class F>
-auto with_traits(const ForwardParams& p, const F& f) {
-  return p.q.dtype == DType::bfloat16 ? with_traits_of<bf16>(p, f) : with_traits_of<f16>(p, f);
-}
+// 37,120 bytes of shared memory for 64 columns, 53,504 for 128, 100,608 for 256.
+template <class Storage, int columns>
+using ForwardTraits = MmaTraits<Storage, columns, columns <= 128 ? 2 : 1, columns == 128 ? 32 : 64>;
 
 }  // namespace
 
 bool fits_mma(const ForwardParams& p) {
-  return with_traits(p, [](auto traits) { return decltype(traits)::kSharedBytes <= most_shared_bytes(); });
+  return with_choice<ForwardTraits>(p,
+                                    [](auto traits) { return decltype(traits)::kSharedBytes <= most_shared_bytes(); });
 }
 
 void forward_mma(const ForwardParams& p, StreamHandle stream) {
-  with_traits(p, [&](auto traits) { launch_mma<decltype(traits)>(p, stream); });
+  with_choice<ForwardTraits>(p, [&](auto traits) { launch_mma<decltype(traits)>(p, stream); });
 }
 
 }  // namespace attn_ext::cuda

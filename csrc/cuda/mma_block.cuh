@@ -40,6 +40,10 @@ struct alignas(64) MmaSequence : Sequence {
 // Keys that a row of a warp may see, and those that all of its rows see, by position.
 struct alignas(32) MmaRange {
   int64_t lo, hi, all_lo, all_hi;
+
+  // Whether one of the rows sees one of the keys [start, start + count), whether all of them see all.
+  ATTN_EXT_DEVICE bool meets(int64_t start, int count) const { return start < hi && start + count > lo; }
+  ATTN_EXT_DEVICE bool is_whole(int64_t start, int count) const { return start >= all_lo && start + count <= all_hi; }
 };
 
 // What the blocks of a kernel look like, and where in shared memory things lie, in bytes.
@@ -151,8 +155,7 @@ class MmaBlock {
 
   // Whether a row of this warp sees a key of the tile by position.
   ATTN_EXT_DEVICE bool warp_sees(int64_t start) const {
-    const MmaRange range = load_shared(ranges_ + warp_);
-    return start < range.hi && start + Traits::kKeys > range.lo;
+    return load_shared(ranges_ + warp_).meets(start, Traits::kKeys);
   }
 
   // Of the rows of row tile m: the one that element 2 · half of a piece belongs to.
@@ -168,12 +171,10 @@ class MmaBlock {
     return address(view, p_.batch_inner, s.b, row.h, s.q_row + row.i);
   }
 
-  // Where the row of key j lies. Keys that no row of the block may see are not touched: the nearest one that is seen stands
-  // in for them.
+  // Where the row of key j lies, or of the nearest one that a row of the block may see.
   ATTN_EXT_DEVICE const char* row_of_key(const TensorView& view, const MmaRange& keys, int64_t j) const {
-    j = j < keys.lo ? keys.lo : j >= keys.hi ? keys.hi - 1 : j;
     const MmaSequence s = sequence();
-    return cache_row(p_.layout, view, p_.batch_inner, s.b, s.hkv, s.k_row + j);
+    return key_row(p_, view, s, s.hkv, {keys.lo, keys.hi}, j);
   }
 
   // ---- Loading -------------------------------------------------------------------------------------------------------
@@ -315,8 +316,7 @@ class MmaBlock {
   // Finds out which pairs of the tile at `start` are hidden by position or mask, and which the dropout keeps. Before the
   // product, while there are registers for it.
   ATTN_EXT_DEVICE void look_at_pairs(int64_t start) {
-    const MmaRange range = load_shared(ranges_ + warp_);
-    some_hidden_ = units().scaled || p_.mask || start < range.all_lo || start + Traits::kKeys > range.all_hi;
+    some_hidden_ = may_hide(load_shared(ranges_ + warp_), start, Traits::kKeys);
     if (some_hidden_) {
       ATTN_EXT_UNROLL
       for (int m = 0; m < Traits::kRowTiles; ++m) {
@@ -327,6 +327,11 @@ class MmaBlock {
       ATTN_EXT_UNROLL
       for (int m = 0; m < Traits::kRowTiles; ++m) kept_[m] = kept_of_row(start, m, 0) | kept_of_row(start, m, 1) << 16;
     }
+  }
+
+  // Whether one of those rows may not see one of the keys [start, start + count).
+  ATTN_EXT_DEVICE bool may_hide(const MmaRange& rows, int64_t start, int count) const {
+    return units().scaled || p_.mask || !rows.is_whole(start, count);
   }
 
   // Scores of that tile from q·k in x: scaled, capped, biased as the call says; −Inf where hidden.
@@ -375,11 +380,9 @@ class MmaBlock {
  private:
   // Row r of those that share the key/value head.
   ATTN_EXT_DEVICE MmaRow row_at(const MmaSequence& s, int64_t r) const {
-    const int64_t group = p_.Hq / p_.Hkv;
-    if (r >= group * s.Lq) return {-1, 0, 0, 0};
-    const int64_t i = r % s.Lq;
-    const KeyRange keys = visible_keys(p_, s, i);
-    return {s.hkv * group + r / s.Lq, i, keys.lo, keys.hi};
+    if (r >= p_.Hq / p_.Hkv * s.Lq) return {-1, 0, 0, 0};
+    const ScoreRow row = stacked_row(p_, s, s.hkv, r);
+    return {row.h, row.i, row.keys.lo, row.keys.hi};
   }
 
   // Calls f(n, e) for the keys n · 8 + lane % 4 · 2 + e of a tile.
@@ -596,5 +599,19 @@ class MmaBlock {
   uint32_t hidden_[Traits::kRowTiles];  // which: 16 bits of row g, then those of row g + 8
   uint32_t kept_[Traits::kRowTiles];    // by the dropout
 };
+
+// Calls f with an object of the call's format and width, Choice<Storage, columns>: the kernels are compiled for 64, 128 and
+// 256 columns.
+template <template <class, int> class Choice, class Storage, class F>
+auto with_width(const AttentionParams& p, const F& f) {
+  const int64_t width = p.D > p.Dv ? p.D : p.Dv;
+  if (width <= 64) return f(Choice<Storage, 64>());
+  if (width <= 128) return f(Choice<Storage, 128>());
+  return f(Choice<Storage, 256>());
+}
+template <template <class, int> class Choice, class F>
+auto with_choice(const AttentionParams& p, const F& f) {
+  return p.q.dtype == DType::bfloat16 ? with_width<Choice, bf16>(p, f) : with_width<Choice, f16>(p, f);
+}
 
 }  // namespace attn_ext::cuda

@@ -109,21 +109,16 @@ class ScoreBlock {
     }
   }
 
-  // Where the row of key j lies. Keys that no row of the block may see are not touched (they may have been overwritten in a
-  // ring, or lie in a page that was given back): the nearest one that is seen stands in for them.
+  // Where the row of key j lies, or of the nearest one that a row of the block may see.
   ATTN_EXT_DEVICE const char* row_of(const TensorView& view, int64_t j) const {
-    j = j < key_lo_ ? key_lo_ : j >= key_hi_ ? key_hi_ - 1 : j;
-    return cache_row(p_.layout, view, p_.batch_inner, sequence_.b, hkv_, sequence_.k_row + j);
+    return key_row(p_, view, sequence_, hkv_, {key_lo_, key_hi_}, j);
   }
 
   // Row r of the block. False where there is none.
   ATTN_EXT_DEVICE bool row_at(int64_t r, ScoreRow& row) const {
     r += row_begin_;
     if (r >= row_end_) return false;
-    row.b = sequence_.b;
-    row.h = hkv_ * (p_.Hq / p_.Hkv) + r / sequence_.Lq;
-    row.i = r % sequence_.Lq;
-    row.keys = visible_keys(p_, sequence_, row.i);
+    row = stacked_row(p_, sequence_, hkv_, r);
     return true;
   }
 

@@ -50,6 +50,20 @@ ATTN_EXT_DEVICE void store_number(char* at, DType dtype, T x) {
   }
 }
 
+// Row r of those that share key/value head hkv: head r / Lq of the group, query r % Lq.
+ATTN_EXT_DEVICE ScoreRow stacked_row(const AttentionParams& p, const Sequence& s, int64_t hkv, int64_t r) {
+  const int64_t i = r % s.Lq;
+  return {s.b, hkv * (p.Hq / p.Hkv) + r / s.Lq, i, visible_keys(p, s, i)};
+}
+
+// Where the row of key j lies. Keys outside `seen` are not touched (they may have been overwritten in a ring, or lie in a page
+// that was given back): the nearest one inside stands in for them.
+ATTN_EXT_DEVICE const char* key_row(const AttentionParams& p, const TensorView& view, const Sequence& s, int64_t hkv,
+                                    const KeyRange& seen, int64_t j) {
+  j = j < seen.lo ? seen.lo : j >= seen.hi ? seen.hi - 1 : j;
+  return cache_row(p.layout, view, p.batch_inner, s.b, hkv, s.k_row + j);
+}
+
 // q·k of row and key j, in the units that it is held in. A hidden key gets −Inf whatever q·k was. Where cap_derivative is
 // given it receives 1 − tanh², the softcap's derivative, of keys that are seen.
 template <class T>

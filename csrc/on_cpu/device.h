@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <new>
 #include <vector>
 
 #include "cache_shape.h"
@@ -27,6 +28,8 @@ inline int32_t device_index() { return 0; }
 inline void expect_here(const char* op, const char* name, const Tensor& t) {
   ATTN_EXT_EXPECT(t.is_cpu(), op, name, " must be on the CPU, like the other tensors of this call");
 }
+
+[[noreturn]] inline void no_memory() { throw std::bad_alloc(); }
 
 // Fills a dense tensor with zeros. (Neither this nor the next uses torch's thread pool: that one hangs in a forked child.)
 void set_zero(Tensor& t);

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <limits>
+#include <stdexcept>
 
 #include "cuda/kernels.h"
 
@@ -86,6 +87,12 @@ void expect_here(const char* op, const char* name, const Tensor& t) {
                   " must be on one GPU with the other tensors of this call");
 }
 #endif
+
+void no_memory() {
+  throw std::runtime_error(
+      "attn_ext: the GPU gave no memory for an output or a workspace: it has too little left, or a kernel before "
+      "failed");
+}
 
 void set_zero(Tensor& t) { torch::stable::zero_(t); }
 

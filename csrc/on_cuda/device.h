@@ -38,6 +38,9 @@ int32_t device_index();  // of the current device
 // On the current device.
 void expect_here(const char* op, const char* name, const Tensor& t);
 
+// A failed allocation may also tell of what went wrong on the GPU before.
+[[noreturn]] void no_memory();
+
 void set_zero(Tensor& t);
 Tensor contiguous_rows(const Tensor& t, int64_t rows);
 

@@ -14,7 +14,7 @@
 #include "storage.h"
 
 #define ATTN_EXT_KERNEL
-#define ATTN_EXT_DEVICE
+#define ATTN_EXT_DEVICE inline
 #define ATTN_EXT_GRID_CONSTANT
 #define ATTN_EXT_DEVICE_VARIABLE
 #define ATTN_EXT_UNROLL
