@@ -40,7 +40,8 @@ inline void direct_keys_tile(int64_t D, const T* q, const char* const* k_rows, T
   constexpr int N = V::N, turn = kTurn<T, Storage>;
   V acc[MR][NV];
   int64_t turns = 0;
-  const auto step = [&]<bool first>(int64_t d) {
+  // Inlined, or the sums would be stored with every multiply-add: a lambda of its own reaches them through memory.
+  const auto step = [&]<bool first>(int64_t d) __attribute__((always_inline)) {
     alignas(kCacheLine) T words[N][NV][N];
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) {

@@ -345,16 +345,32 @@ class ForwardWorker {
 
   void multiply_values(Strips strips, Partial t) {
     const int64_t ld = keys_capacity_;
+    // Where memory sets the speed, and rows lie end to end: the next block's values, whose turn comes first there. Every
+    // panel of columns asks for its share of them, a step of keys at a time.
+    const int64_t row_bytes = p_.Dv * size_of(p_.v.dtype);
+    const bool ask =
+        by_panel_ && block_keys_ > 1 && v_rows_[block_keys_ - 1] - v_rows_[0] == (block_keys_ - 1) * row_bytes;
+    const char* next = v_rows_[0] + block_keys_ * row_bytes;
     for (int64_t column = 0; column < padded_dv_; column += kPanel<T>) {
       const int vecs = padded_dv_ - column > N ? kTileVecs : 1;
       const T* v = v_ + column * keys_capacity_;
+      bool asked = false;
       for (const Strip& strip : strips) {
         const int64_t from = strip.panel_begin * kPanelKeys;
         const int64_t to = std::min(strip.panel_end * kPanelKeys, block_keys_);
         if (from >= to) continue;
-        multiply<T, Start::from_c, Along::k>(
-            strip.rows(), vecs, to - from, scores_ + (strip.row_begin - strips[0].row_begin) * ld + from, ld,
-            v + from * vecs * N, vecs * N, t.acc + strip.row_begin * padded_dv_ + column, padded_dv_);
+        const T* weights = scores_ + (strip.row_begin - strips[0].row_begin) * ld + from;
+        T* acc = t.acc + strip.row_begin * padded_dv_ + column;
+        if (ask && !asked) {
+          const int64_t step = vecs * N * size_of(p_.v.dtype);
+          multiply<T, Start::from_c, Along::k>(strip.rows(), vecs, to - from, weights, ld, v + from * vecs * N,
+                                               vecs * N, acc, padded_dv_,
+                                               Ahead{next + column * size_of(p_.v.dtype) * block_keys_, step});
+          asked = true;
+        } else {
+          multiply<T, Start::from_c, Along::k>(strip.rows(), vecs, to - from, weights, ld, v + from * vecs * N,
+                                               vecs * N, acc, padded_dv_);
+        }
       }
     }
   }

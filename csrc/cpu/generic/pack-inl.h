@@ -40,7 +40,9 @@ struct Ahead {
   template <int bytes>
   [[gnu::always_inline]] void ask(int64_t n) const {
 #pragma GCC unroll 8
-    for (int at = 0; at < bytes; at += static_cast<int>(kCacheLine)) __builtin_prefetch(start + n * step + at);
+    for (int at = 0; at < bytes; at += static_cast<int>(kCacheLine)) {
+      __builtin_prefetch(start + n * step + at, 0, kPrefetchLocality);
+    }
   }
 };
 

@@ -5,6 +5,9 @@
 namespace attn_ext::cpu::avx2 {
 namespace {
 
+// Where Ahead asks for memory: __builtin_prefetch's third argument. 3: into L1.
+inline constexpr int kPrefetchLocality = 3;
+
 template <class T>
 struct Vec;
 

@@ -5,6 +5,11 @@
 namespace attn_ext::cpu::avx512 {
 namespace {
 
+// Where Ahead asks for memory: __builtin_prefetch's third argument. 2: into L2, and no further. On Sapphire Rapids requests
+// into L1 hold one of its 16 fill buffers for as long as memory takes, and the loads of the products wait for one. One
+// thread, share of the reading that memory gives beside it: fp32 77 → 92 %, bf16 65 → 79 %.
+inline constexpr int kPrefetchLocality = 2;
+
 template <class T>
 struct Vec;
 

@@ -6,6 +6,9 @@
 namespace attn_ext::cpu::scalar {
 namespace {
 
+// Where Ahead asks for memory: __builtin_prefetch's third argument. 3: into L1.
+inline constexpr int kPrefetchLocality = 3;
+
 template <class T>
 struct Vec {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
