@@ -15,6 +15,7 @@
 #   make cuda-sim         the CUDA kernels, run on the CPU by a simulator (needs Boost.Context)
 #   make cuda-sim-python  the same behind the Python package: tests/cuda
 #   make cuda-compile     attn_ext._cuda for real GPUs, without one: spills, instructions, what it registers (needs nvcc)
+#   make cuda-wheel-check a wheel with attn_ext._cuda beside a torch with CUDA, without a GPU (needs nvcc; downloads gigabytes)
 #   make torch-range      one build in several torch versions (downloads gigabytes)
 #   make clean            remove what builds leave (not .venv)
 
@@ -44,7 +45,8 @@ CPP_FORMAT = find csrc tests/cpp tests/cuda_sim -name '*.h' -o -name '*.cpp' -o 
 CTEST = ctest --output-on-failure --no-tests=error --parallel $$(nproc) --test-dir
 
 .PHONY: help venv dev build embedder test demo lint format bench real-models cpp-test no-avx sanitize aarch64 \
-        avx512-emulated cuda-sim cuda-sim-python cuda-compile torch-range clean
+        avx512-emulated cuda-sim cuda-sim-python cuda-compile cuda-wheel-check \
+        torch-range clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -148,6 +150,9 @@ cuda-compile: dev
 	PATH="$$PATH:$$($(PY) -c 'import nvidia, pathlib; print(next(pathlib.Path(nvidia.__path__[0]).glob("cu*/bin")))')" \
 	  scripts/cuda_check.sh build/temp.*/cuda/kernels 80 90
 	$(PY) scripts/cuda_registers.py build/cuda_lib/attn_ext/_cuda.*.so
+
+cuda-wheel-check:
+	scripts/cuda_wheel_check.sh
 
 torch-range:
 	scripts/torch_range.sh
