@@ -148,7 +148,7 @@ def test_all_of_a_row_is_computed_on_its_device(case: cases.Case, no_autocast: N
 
 
 STEPS = [
-    case for case in [*decode_cases.all_cases(), *decode_cases.gpu_cases()] if case.L <= 4096 and case.B <= 8
+    case for case in [*decode_cases.all_cases(), *decode_cases.gpu_cases()] if case.B <= 8 and case.L <= 4096
 ]
 
 
@@ -162,3 +162,12 @@ def test_all_of_a_step_is_computed_on_its_device(case: decode_cases.Case, no_aut
     if case.dtype != "int8":
         found += [decode.torch_steps(name, case, inputs, 1)[0]() for name in ("torch", "torch cat")]
     assert all(t.device.type == "meta" for t in found)
+
+
+def test_the_pages_and_scales_of_a_cache_lie_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_cases.reference, "kv_cache_append_", lambda **_: None)  # it reads the table
+    case = decode_cases.Case("int8", 1, 4, 2, 33, 16, page=16)
+    (cache,) = decode_cases.our_caches(case, decode_cases.make_inputs(case, "meta"), 1)
+    assert {name: t.device.type for name, t in cache.items()} == dict.fromkeys(
+        ("k_cache", "v_cache", "k_scales", "v_scales", "block_table"), "meta"
+    )
