@@ -82,9 +82,7 @@ class CudaPlan(_Printed):
     tile_rows: int  #: stacked rows of all query heads of one key/value head that a block computes
     tile_keys: int  #: keys that it takes at once
     shared_bytes_to_have: int  #: shared memory that a block can have on this device
-    launches: tuple[
-        Launch, ...
-    ]  #: of forward kernels, in order; small ones that check lengths are not counted
+    launches: tuple[Launch, ...]  #: of forward kernels, in order; not those that check lengths on the way
     flops: int  #: 2·(D + Dv) for each score that a query may see by position, where lengths can be read
     bytes: int  #: q, k, v and out, once
 

@@ -76,7 +76,7 @@ def through_backend(name: str, call: Callable[..., Tensor]) -> Callable[..., Ten
     return kept
 
 
-def answer_of(call: Callable[[], Tensor]) -> Tensor:
+def answer_of(call: Callable[[], Any]) -> Any:
     """What a call through a backend gives; CannotRun with torch's reasons where the backend refuses."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -94,10 +94,11 @@ def backend_runner(name: str, case: Case, inputs: Inputs) -> tuple[Runner, Tenso
     if how == "formula":
         raise CannotRun("SDPA lacks the option")
     forward = through_backend(name, forward)
-    runner = runner_of(name, case, inputs, forward, how)
-    with torch.set_grad_enabled(runner.grad):
+    with torch.set_grad_enabled(case.direction != "forward"):
+        out = answer_of(forward).detach()
+        runner = runner_of(name, case, inputs, forward, how)
         answer_of(runner.call)
-        return runner, answer_of(forward).detach()
+    return runner, out
 
 
 def as_one_mask(case: Case, inputs: Inputs) -> Tensor | None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from bench_support import made_up_result, made_up_row
+from bench_support import made_up_result, made_up_row, quick_timing
 
 from attn_ext import _load
-from bench import attention, cases, common, decode, decode_cases, device, peers
+from bench import attention, cases, common, decode, decode_cases, device, over_length, peers
 from bench.common import BenchError, CpuTimer
 
 GEMMS = {"gemm_bf16": 8e5, "gemm_fp16": 7e5, "gemm_fp32": 5e4, "gemm_fp64": 6e4, "read_gbs": 4e3}
@@ -171,3 +171,49 @@ def test_the_pages_and_scales_of_a_cache_lie_on_its_device(monkeypatch: pytest.M
     assert {name: t.device.type for name, t in cache.items()} == dict.fromkeys(
         ("k_cache", "v_cache", "k_scales", "v_scales", "block_table"), "meta"
     )
+
+
+# --- a whole run: on the CPU, whose tensors and clock stand in for a GPU's ----------------------------------------
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> device.Device:
+    """A device that calls itself "cuda"."""
+
+    class StandIn(device.CpuDevice):
+        def ceilings(self, threads: int, seconds: float) -> dict[str, float | None]:
+            return dict(GEMMS)
+
+    quick_timing(monkeypatch)
+    machine = {**made_up_result([])["machine"], "device": "A GPU", "last_level_cache_bytes": 2**14}
+    for module in (attention, over_length):
+        monkeypatch.setattr(module, "describe_machine", lambda name, threads: machine)
+    for module, honest in ((attention, cases.make_inputs), (decode, decode_cases.make_inputs)):
+        monkeypatch.setattr(module, "make_inputs", lambda case, name, honest=honest: honest(case))
+    monkeypatch.setattr(device.CpuDevice, "last_level_cache_bytes", lambda _: 2**14)
+    return StandIn(name="cuda")
+
+
+def test_a_run_of_bench_attention(stand_in: device.Device, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = attention.Settings(1, 1e-6, 1, 0.0, 1e-6, 2**20, memory=False, engines=False)
+    backward = cases.Case("fp32", "backward", 1, 2, 16, 8)
+    result = attention.measure([SMALL, backward], stand_in, settings)
+    for row in result["rows"]:
+        assert row["check"]["ok"] and row["ceiling"] == "gemm_fp32"
+        assert row["rivals"]["math"]["gflops"] > 0 and row["rivals"]["math"]["share"] > 0
+        assert row["rivals"]["cudnn"]["skipped"].startswith("refused: ")
+    attention.show(result)
+    shown = capsys.readouterr().out
+    assert "math " in shown and "others TFLOP/s" in shown and "cudnn has no figure" in shown
+
+
+def test_a_run_of_bench_decode(stand_in: device.Device, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = over_length.Settings(1, 1e-6, 1, 0.0, 1e-6, stand_in)
+    rows = [decode_cases.Case(dtype, 1, 4, 2, 33, 16) for dtype in ("fp32", "int8")]
+    result = decode.measure(rows, settings)
+    floats, ints = result["rows"]
+    assert floats["rivals"]["math"]["gbs"] > 0 and "refused" in floats["rivals"]["cudnn"]["skipped"]
+    assert not peers.BACKENDS.keys() & ints["rivals"].keys()
+    decode.show(result)
+    shown = capsys.readouterr().out
+    assert "others GB/s" in shown and "math " in shown
