@@ -15,6 +15,8 @@
 #   make cuda-sim         the CUDA kernels, run on the CPU by a simulator (needs Boost.Context)
 #   make cuda-sim-python  the same behind the Python package: tests/cuda
 #   make cuda-compile     attn_ext._cuda for real GPUs, without one: spills, instructions, what it registers (needs nvcc)
+#   make gpu-check        on a machine with a GPU: build for it, test, sanitize, time; one report (GPU_CHECK_ARGS=--full)
+#   make cuda-wheel-check a wheel with attn_ext._cuda beside a torch with CUDA, without a GPU (needs nvcc; downloads gigabytes)
 #   make torch-range      one build in several torch versions (downloads gigabytes)
 #   make clean            remove what builds leave (not .venv)
 
@@ -44,7 +46,8 @@ CPP_FORMAT = find csrc tests/cpp tests/cuda_sim -name '*.h' -o -name '*.cpp' -o 
 CTEST = ctest --output-on-failure --no-tests=error --parallel $$(nproc) --test-dir
 
 .PHONY: help venv dev build embedder test demo lint format bench real-models cpp-test no-avx sanitize aarch64 \
-        avx512-emulated cuda-sim cuda-sim-python cuda-compile torch-range clean
+        avx512-emulated cuda-sim cuda-sim-python cuda-compile cuda-wheel-check \
+        gpu-check torch-range clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -148,6 +151,16 @@ cuda-compile: dev
 	PATH="$$PATH:$$($(PY) -c 'import nvidia, pathlib; print(next(pathlib.Path(nvidia.__path__[0]).glob("cu*/bin")))')" \
 	  scripts/cuda_check.sh build/temp.*/cuda/kernels 80 90
 	$(PY) scripts/cuda_registers.py build/cuda_lib/attn_ext/_cuda.*.so
+
+# The package is installed without its CUDA kernels: the check builds them, for the GPU that is there only.
+gpu-check:
+	@command -v nvidia-smi >/dev/null || \
+	  { echo "gpu-check: there is no GPU on this machine (no nvidia-smi), so there is nothing to check." >&2; exit 2; }
+	@ATTN_EXT_CUDA=0 $(MAKE) dev
+	$(PY) scripts/gpu_check.py $(GPU_CHECK_ARGS)
+
+cuda-wheel-check:
+	scripts/cuda_wheel_check.sh
 
 torch-range:
 	scripts/torch_range.sh

@@ -116,6 +116,7 @@ def cuda_sim_extension() -> Extension:
         [
             *files("csrc/*.cpp", "csrc/cuda/*.cpp"),
             "csrc/on_cuda/device.cpp",
+            "csrc/on_cuda/plan.cpp",
             "csrc/cpu/dispatch.cpp",
             *simulator,
             *wrappers,

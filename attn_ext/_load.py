@@ -174,3 +174,5 @@ _cuda: ModuleType | str = "their simulator stands in" if _simulated() else _impo
 why_no_cuda: str | None = _cuda if isinstance(_cuda, str) else None
 # Where the tensors of the CUDA kernels live.
 cuda_device_type: str | None = "cpu" if _simulated() else None if why_no_cuda else "cuda"
+# The module that knows what they would launch.
+cuda_kernels: ModuleType | None = _C if _simulated() else None if isinstance(_cuda, str) else _cuda

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,13 +19,28 @@ from attn_ext._arguments import (
     read_options,
     readable,
 )
-from attn_ext._load import _C
+from attn_ext._load import _C, cuda_device_type, cuda_kernels
 from attn_ext.ops import _differentiating, _transformed, attention
 
 
+class _Printed:
+    """A dataclass that prints as a table of its fields."""
+
+    def __str__(self) -> str:
+        names = [f.name for f in fields(self)]  # type: ignore[arg-type]
+        width = max(map(len, names))
+        return "\n".join(f"{name:<{width}}  {_text(getattr(self, name))}" for name in names)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "; ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
 @dataclass(frozen=True)
-class Plan:
-    """What `explain` found out. Print it, or read its fields."""
+class Plan(_Printed):
+    """What `explain` found out of a call on the CPU. Print it, or read its fields."""
 
     kernel: str  #: forward kernel by name, or "reference"
     why: str  #: why that road and not another
@@ -39,16 +55,39 @@ class Plan:
     bytes: int  #: q, k, v and out, once
     scratch_bytes: int  #: at most, beside inputs and outputs, all threads together
 
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel that a call on a GPU launches."""
+
+    kernel: str
+    blocks: int
+    threads: int  #: of a block
+    shared_bytes: int  #: shared memory of a block
+
     def __str__(self) -> str:
-        width = max(len(f.name) for f in fields(self))
-        return "\n".join(f"{f.name:<{width}}  {self._text(f.name)}" for f in fields(self))
-
-    def _text(self, name: str) -> str:
-        value = getattr(self, name)
-        return f"{value:,}" if isinstance(value, int) else str(value)
+        blocks = f"{self.blocks:,} blocks of {self.threads} threads"
+        return f"{self.kernel}, {blocks}, each with {self.shared_bytes:,} bytes of shared memory"
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
+@dataclass(frozen=True)
+class CudaPlan(_Printed):
+    """What `explain` found out of a call on a GPU. Print it, or read its fields."""
+
+    kernel: str  #: the forward kernel, "reference", or "none" where there is nothing to compute
+    why: str  #: why this kernel and not another
+    device: str  #: where it would run
+    operator: str  #: operator that is called, and why that one
+    columns: int  #: head dim that the kernel is compiled for (forward_general: columns of the output at once)
+    tile_rows: int  #: stacked rows of all query heads of one key/value head that a block computes
+    tile_keys: int  #: keys that it takes at once
+    shared_bytes_to_have: int  #: shared memory that a block can have on this device
+    launches: tuple[Launch, ...]  #: of forward kernels, in order; not those that check lengths on the way
+    flops: int  #: 2·(D + Dv) for each score that a query may see by position, where lengths can be read
+    bytes: int  #: q, k, v and out, once
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan | CudaPlan:
     """Tells how `attention(q, k, v, **options)` would run, without running it.
 
     Under vmap, grad or jvp and for dual tensors plain PyTorch computes: the kernel is then "reference", the sizes of
@@ -61,7 +100,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
         **options: the other arguments of `attention`.
 
     Returns:
-        A `Plan`.
+        A `Plan`; for tensors on a GPU a `CudaPlan`.
 
     Raises:
         TypeError, ValueError: as `attention` for the same arguments.
@@ -74,11 +113,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
         op, q, k, **{n: x for n, x in others.items() if n not in ("return_lse", "return_weights")}
     )
     check_device(op, q, k, v, *read.tensors)
-    if q.device.type == "cuda":
-        raise ValueError(
-            f"attn_ext.{op}: it knows the CPU's kernels, and q is on {q.device}; pass tensors of the same shapes on "
-            "the CPU or the meta device"
-        )
     check_call(op, q, k, v, read)
     given = {
         n: x
@@ -90,11 +124,25 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
     flops = 2 * _visible_scores(q, k, read) * (q.shape[-1] + v.shape[-1])
     out_bytes = q.shape[:-1].numel() * v.shape[-1] * q.element_size()
     costs = {"flops": flops, "bytes": sum(t.numel() * t.element_size() for t in (q, k, v)) + out_bytes}
-    if _transformed(*learned):
+    transformed = _transformed(*learned)
+    if transformed:
+        kernel, why = (
+            "reference",
+            "a functorch transform or forward-mode AD follows: plain PyTorch, which keeps all scores",
+        )
+    elif _differentiating(*learned):
+        kernel, why = "attention_forward", "a gradient is asked for: row statistics are kept for the backward"
+    elif given.keys() <= {"causal", "scale"}:
+        kernel, why = "attention_inference", "no gradient and no option beyond a corner and a scale"
+    else:
+        kernel, why = "attention_forward", "set beyond a corner and a scale: " + ", ".join(sorted(given))
+    if cuda_kernels is not None and q.device.type == cuda_device_type:
+        return _on_cuda(q, k, v, kernel, why, costs)
+    if transformed:
         scores = q.shape[:-1].numel() * k.shape[-2]
         return Plan(
-            kernel="reference",
-            why="a functorch transform or forward-mode AD follows: plain PyTorch, which keeps all scores",
+            kernel=kernel,
+            why=why,
             isa="none",
             threads=torch.get_num_threads(),
             tasks=0,
@@ -105,17 +153,37 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
             scratch_bytes=scores * max(q.element_size(), 4),
             **costs,
         )
-    if _differentiating(*learned):
-        kernel, why = "attention_forward", "a gradient is asked for: row statistics are kept for the backward"
-    elif given.keys() <= {"causal", "scale"}:
-        kernel, why = "attention_inference", "no gradient and no option beyond a corner and a scale"
-    else:
-        kernel, why = "attention_forward", "set beyond a corner and a scale: " + ", ".join(sorted(given))
-    plan = _C.plan_forward(
-        q.shape[:-3].numel(), q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1],
-        str(q.dtype).removeprefix("torch."), torch.get_num_threads(),
-    )  # fmt: skip
+    plan = _C.plan_forward(*_sizes(q, k, v), torch.get_num_threads())
     return Plan(kernel=kernel, why=why, isa=_C.active_isa(), **costs, **plan)
+
+
+def _on_cuda(q: Tensor, k: Tensor, v: Tensor, operator: str, why: str, costs: dict[str, int]) -> CudaPlan:
+    """The plan of a call of `operator` on a GPU, which was chosen for the reason `why`."""
+    assert cuda_kernels is not None
+    on_gpu = q.device.type == "cuda"
+    with torch.cuda.device(q.device) if on_gpu else nullcontext():
+        plan = cuda_kernels.plan_cuda_forward(*_sizes(q, k, v))
+    if operator == "reference":
+        kernel = operator
+        plan |= {"why": why, "columns": 0, "tile_rows": 0, "tile_keys": 0, "launches": []}
+    else:
+        kernel = plan["launches"][0][0] if plan["launches"] else "none"
+    plan["launches"] = tuple(Launch(*launch) for launch in plan["launches"])
+    return CudaPlan(
+        kernel=kernel,
+        device=torch.cuda.get_device_name(q.device) if on_gpu else "simulator",
+        operator=f"{operator}: {why}",
+        **costs,
+        **plan,
+    )
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int | str, ...]:
+    """B, Hq, Hkv, Lq, Lk, D, Dv and the dtype's name, as the functions that plan take them."""
+    return (
+        q.shape[:-3].numel(), q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1],
+        str(q.dtype).removeprefix("torch."),
+    )  # fmt: skip
 
 
 def _visible_scores(q: Tensor, k: Tensor, options: Options) -> int:

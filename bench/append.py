@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(case.id for case in cases))
         return 0
     settings = Settings.of(options, seconds=0.5, quick_seconds=0.1)
-    over_length.require_memory(cases, memory_needed)
+    over_length.require_memory(cases, memory_needed, settings.device)
     result = over_length.new_result("append", settings)
     for number, case in enumerate(cases, 1):
         say(f"[{number}/{len(cases)}] {case.id}")

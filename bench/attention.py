@@ -3,6 +3,9 @@
 Every row is first compared with `attn_ext.reference` in float64. A row that is wrong is not timed, and makes the exit
 code 1. Then rivals take turns in blocks of their own, after pauses (thread pools go on spinning for a while after a
 call). The machine's ceilings are measured in the same run, before and after. Rows where we lose are shown as they are.
+
+With --device cuda (untried: no GPU has run it) CUDA events time each call, after the L2 cache was emptied; ceilings are
+torch's matrix products in the row's dtype (fp32 without TF32); and each of torch's kernels behind SDPA has a figure.
 """
 
 from __future__ import annotations
@@ -20,34 +23,34 @@ from torch import Tensor
 import attn_ext
 from attn_ext import reference
 from bench import memory, plot
-from bench.cases import PASSES, Case, Inputs, all_cases, flops, full_scores, make_inputs, select
+from bench.cases import PASSES, Case, Inputs, all_cases, flops, full_scores, gpu_cases, make_inputs, select
 from bench.common import (
     DTYPES,
     SCHEMA,
     BenchError,
     Column,
     Runner,
-    Timer,
     add_row_filter,
     add_run_options,
     ceiling_of,
     describe_machine,
     machine_line,
     mean_ceilings,
-    measure_ceilings,
     print_table,
     require_folder,
     say,
     seconds_of,
     threads_of,
     time_runners,
-    timer_for,
     write_csv,
     write_json,
 )
+from bench.device import NAMES, Device, device_for
 from bench.peers import (
+    BACKENDS,
     ENGINES,
     CannotRun,
+    backend_runner,
     eager_attention,
     eager_options,
     engine_runner,
@@ -59,7 +62,7 @@ from bench.peers import (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m bench attention`."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=NAMES, default="cpu")
     add_row_filter(parser)
     parser.add_argument("--dtype", action="append", default=[], choices=tuple(DTYPES), help="repeatable")
     parser.add_argument(
@@ -76,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the benchmark; 0, or 1 where a result or the memory was wrong."""
-    cases = select(all_cases(), rows=options.rows, dtypes=options.dtype, passes=options.passes)
+    cases = [*all_cases(), *(gpu_cases() if options.device == "cuda" else [])]
+    cases = select(cases, rows=options.rows, dtypes=options.dtype, passes=options.passes)
     if options.quick:
         cases = [case for case in cases if case.quick]
     if not cases:
@@ -86,14 +90,14 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         print("\n".join(case.id for case in cases))
         return 0
-    timer = timer_for(options.device)
+    device = device_for(options.device)
     settings = Settings.of(options)
     for path in filter(None, (options.json, options.csv, options.plot)):  # now, not after minutes of work
         require_folder(path)
     if options.plot:
         plot.require_matplotlib()
     torch.set_num_threads(settings.threads)
-    result = measure(cases, timer, settings)
+    result = measure(cases, device, settings)
     show(result)
     if options.json:
         write_json(options.json, result)
@@ -108,7 +112,6 @@ def run(options: argparse.Namespace) -> int:
 class Settings:
     """How a run measures."""
 
-    device: str
     threads: int
     seconds: float  # per rival and row
     rounds: int
@@ -122,7 +125,6 @@ class Settings:
     def of(options: argparse.Namespace) -> Settings:
         quick = options.quick
         return Settings(
-            device=options.device,
             threads=threads_of(options),
             seconds=seconds_of(options, 0.2 if quick else 1.0),
             rounds=3 if quick else 5,
@@ -134,16 +136,15 @@ class Settings:
         )
 
 
-def measure(cases: Sequence[Case], timer: Timer, settings: Settings) -> dict[str, Any]:
+def measure(cases: Sequence[Case], device: Device, settings: Settings) -> dict[str, Any]:
     """The whole run: ceilings, rows, ceilings again, memory. Returns what goes into the JSON file."""
-    on_cpu = settings.device == "cpu"
-    machine = describe_machine(settings.device, settings.threads)
-    before = measure_ceilings(settings.threads, settings.ceiling_seconds) if on_cpu else {}
+    machine = describe_machine(device.name, settings.threads)
+    before = device.ceilings(settings.threads, settings.ceiling_seconds)
     rows = []
     for number, case in enumerate(cases, 1):
         say(f"[{number}/{len(cases)}] {case.id}")
-        rows.append(measure_row(case, timer, settings))
-    after = measure_ceilings(settings.threads, settings.ceiling_seconds) if on_cpu else {}
+        rows.append(measure_row(case, device, settings))
+    after = device.ceilings(settings.threads, settings.ceiling_seconds)
     ceilings = mean_ceilings(before, after)
     for row in rows:
         add_rates(row, ceilings)
@@ -163,9 +164,9 @@ def measure(cases: Sequence[Case], timer: Timer, settings: Settings) -> dict[str
     }
 
 
-def measure_row(case: Case, timer: Timer, settings: Settings) -> dict[str, Any]:
+def measure_row(case: Case, device: Device, settings: Settings) -> dict[str, Any]:
     """Checks one row, then times all rivals in it."""
-    inputs = make_inputs(case, settings.device)
+    inputs = make_inputs(case, device.name)
     row: dict[str, Any] = {
         "id": case.id,
         "case": case.name,
@@ -189,8 +190,17 @@ def measure_row(case: Case, timer: Timer, settings: Settings) -> dict[str, Any]:
             row["rivals"][name] = {"skipped": str(reason)}
         else:
             runners.append(engine.runner)
+    for name in BACKENDS if device.name == "cuda" else ():
+        try:
+            runner, out = backend_runner(name, case, inputs)
+            if not case.dropout_p:  # torch draws a mask of its own
+                _require_same(case, inputs, out)
+        except CannotRun as reason:
+            row["rivals"][name] = {"skipped": str(reason)}
+        else:
+            runners.append(runner)
     timings = time_runners(
-        timer, runners, seconds=settings.seconds, rounds=settings.rounds, pause=settings.pause
+        device.timer, runners, seconds=settings.seconds, rounds=settings.rounds, pause=settings.pause
     )
     for runner in runners:
         row["rivals"][runner.name] = {"how": runner.how, **timings[runner.name].report()}
@@ -412,22 +422,23 @@ def percent(share: float | None) -> str:
 
 def show(result: dict[str, Any]) -> None:
     """Prints the table, what the ceilings were, and a sentence or two that read it."""
+    unit, by = unit_of(result)
     headings = (
         "dtype",
         "pass",
         "ours µs",
-        "GFLOP/s",
+        unit,
         "% ceiling",
         "torch µs",
-        "GFLOP/s",
+        unit,
         "ratio",
-        "others GFLOP/s",
+        f"others {unit}",
         "MB",
         "+ours",
         "+torch",
     )
     columns = [Column("B,H,L,D", right=False)]
-    columns += [Column(text, right=text not in ("dtype", "pass", "others GFLOP/s")) for text in headings]
+    columns += [Column(text, right=text not in ("dtype", "pass", f"others {unit}")) for text in headings]
     cells = []
     for row in result["rows"]:
         start = [row["case"], row["dtype"], row["pass"]]
@@ -436,18 +447,18 @@ def show(result: dict[str, Any]) -> None:
             continue
         ours, theirs = row["rivals"]["attn_ext"], row["rivals"]["torch"]
         others = [
-            f"{name} {rate(rival['gflops'])}"
+            f"{name} {rate(rival['gflops'] / by)}"
             for name, rival in row["rivals"].items()
-            if name in ENGINES and "gflops" in rival
+            if name not in ("attn_ext", "torch") and "gflops" in rival
         ]
         cells.append(
             [
                 *start,
                 microseconds(ours),
-                rate(ours["gflops"]),
+                rate(ours["gflops"] / by),
                 percent(ours["share"]),
                 microseconds(theirs) + (MARKS[theirs["how"]] or " "),
-                rate(theirs["gflops"]),
+                rate(theirs["gflops"] / by),
                 f"{row['ratio']:.2f}×",
                 ", ".join(others) or "–",
                 *memory_cells(row["memory"]),
@@ -457,6 +468,11 @@ def show(result: dict[str, Any]) -> None:
     print()
     for line in notes(result):
         print(line)
+
+
+def unit_of(result: dict[str, Any]) -> tuple[str, float]:
+    """The unit of a table's rates, and how many GFLOP/s it is."""
+    return ("GFLOP/s", 1.0) if result["machine"]["device"] == "cpu" else ("TFLOP/s", 1e3)
 
 
 def memory_cells(measured: dict[str, Any] | None) -> list[str]:
@@ -487,13 +503,18 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
     first, last = result["ceilings"]["before"], result["ceilings"]["after"]
     if first:
-        names = {"fma_fp32": "fp32 FMA", "fma_fp64": "fp64 FMA", "dot_bf16": "bf16 dot product"}
-        peaks = [f"{label} {_pair(first[key], last[key])}" for key, label in names.items()]
-        lines.append(
-            f"Ceilings before → after: {', '.join(peaks)} GFLOP/s; memory read "
-            f"{_pair(first['read_gbs'], last['read_gbs'])} GB/s. fp16 rows, and bf16 rows where the CPU has no bf16 "
-            "dot product, are shares of fp32 FMA."
-        )
+        unit, by = unit_of(result)
+        peaks = [
+            f"{label} {_pair(first[key], last[key], by)}"
+            for key, label in CEILING_NAMES.items()
+            if key in first
+        ]
+        read = f"memory read {_pair(first['read_gbs'], last['read_gbs'])} GB/s"
+        lines.append(f"Ceilings before → after: {', '.join(peaks)} {unit}; {read}.")
+        if "fma_fp32" in first:
+            lines[-1] += (
+                " fp16 rows, and bf16 rows where the CPU has no bf16 dot product, are shares of fp32 FMA."
+            )
         drift = max(abs(last[k] / first[k] - 1) for k in first if first[k] and last[k])
         if drift > 0.1:
             lines.append(f"The ceilings moved by {drift:.0%} during the run: the machine was not quiet.")
@@ -522,8 +543,19 @@ def notes(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _pair(first: float | None, last: float | None) -> str:
-    return "none" if first is None or last is None else f"{first:.0f} → {last:.0f}"
+CEILING_NAMES = {
+    "fma_fp32": "fp32 FMA",
+    "fma_fp64": "fp64 FMA",
+    "dot_bf16": "bf16 dot product",
+    "gemm_bf16": "matrix product bf16",
+    "gemm_fp16": "fp16",
+    "gemm_fp32": "fp32 without TF32",
+    "gemm_fp64": "fp64",
+}
+
+
+def _pair(first: float | None, last: float | None, by: float = 1.0) -> str:
+    return "none" if first is None or last is None else f"{first / by:.0f} → {last / by:.0f}"
 
 
 CSV_FIELDS = (

@@ -146,8 +146,9 @@ def mask_of(case: Case) -> Tensor | None:
 
 def alibi_bias(case: Case, slopes: Tensor) -> Tensor:
     """−slope·|distance| as a bias (1, Hq, Lq, Lk), the last query at the last key."""
-    queries = torch.arange(case.Lq)[:, None] + (case.Lk - case.Lq)
-    return -slopes[None, :, None, None] * (torch.arange(case.Lk) - queries).abs()
+    queries = torch.arange(case.Lq, device=slopes.device)[:, None] + (case.Lk - case.Lq)
+    keys = torch.arange(case.Lk, device=slopes.device)
+    return -slopes[None, :, None, None] * (keys - queries).abs()
 
 
 # --- inputs -------------------------------------------------------------------------------------------------------
@@ -282,6 +283,26 @@ def all_cases() -> list[Case]:
         Case("fp64", "backward", 1, 8, 512, 64),
     ]
     return [*fp32, *bf16, *others]
+
+
+def gpu_cases() -> list[Case]:
+    """Rows that are too large for a CPU's table, behind those of `all_cases` where a GPU runs."""
+    return [
+        *(
+            Case(dtype, direction, 4, 16, 4096, 128, causal=causal)
+            for dtype in ("bf16", "fp16")
+            for direction in ("forward", "backward")
+            for causal in (False, True)
+        ),
+        Case("bf16", "forward", 16, 16, 1024, 64, causal=True, quick=True),
+        Case("bf16", "forward", 1, 16, 16384, 128, causal=True),
+        Case("bf16", "forward", 2, 32, 8192, 128, Hkv=8, causal=True),
+        Case("bf16", "forward", 4, 16, 4096, 64),
+        Case("bf16", "forward", 4, 8, 4096, 256, causal=True),
+        Case("bf16", "backward", 4, 16, 4096, 64, causal=True),
+        Case("fp32", "forward", 4, 16, 4096, 128),
+        Case("fp32", "backward", 4, 16, 2048, 64),
+    ]
 
 
 def select(

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, its ceilings, timers that warm up and keep rivals apart, result files."""
+"""What the benchmarks share: the machine, the CPU's ceilings, timing that keeps rivals apart, result files."""
 
 from __future__ import annotations
 
@@ -109,6 +109,15 @@ def describe_machine(device: str, threads: int) -> dict[str, Any]:
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        machine |= {
+            "last_level_cache_bytes": properties.L2_cache_size,
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+        }
     for name in ("onnxruntime", "openvino"):
         try:
             machine[name] = importlib.metadata.version(name)
@@ -119,9 +128,12 @@ def describe_machine(device: str, threads: int) -> dict[str, Any]:
 
 def machine_line(machine: Mapping[str, Any]) -> str:
     """The description in one line, for tables and plots."""
-    device = machine["cpu"] if machine["device"] == "cpu" else machine["device"]
+    on_cpu = machine["device"] == "cpu"
+    place = (
+        f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}" if on_cpu else machine["device"]
+    )
     return (
-        f"{device}, {machine['threads']} threads, {machine['isa']}; attn_ext {machine['attn_ext']}, "
+        f"{place}; attn_ext {machine['attn_ext']}, "
         f"torch {machine['torch']}, Python {machine['python']}; {machine['time'][:10]}"
     )
 
@@ -199,8 +211,11 @@ def mean_ceilings(
 def ceiling_of(dtype: str, ceilings: Mapping[str, float | None]) -> tuple[str, float | None]:
     """Name and GFLOP/s of the ceiling of a dtype; (name, None) where none was measured.
 
-    fp16, and bf16 on a CPU without a bf16 dot product, are computed in fp32: its peak is theirs.
+    fp16, and bf16 on a CPU without a bf16 dot product, are computed in fp32: its peak is theirs. So is an int8 cache.
     """
+    if "gemm_fp32" in ceilings:  # a GPU's
+        name = f"gemm_{dtype}" if f"gemm_{dtype}" in ceilings else "gemm_fp32"
+        return name, ceilings[name]
     name = {"fp64": "fma_fp64", "bf16": "dot_bf16"}.get(dtype, "fma_fp32")
     if name == "dot_bf16" and ceilings.get(name) is None:
         name = "fma_fp32"
@@ -273,20 +288,6 @@ class CpuTimer:
         return (time.perf_counter() - start) / calls
 
 
-class CudaTimer:
-    """Events on the current stream; waits for the device before and after."""
-
-    def seconds_per_call(self, call: Callable[[], Any], calls: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / calls
-
-
 @dataclass(frozen=True)
 class Runner:
     """One rival in one row: `call` does what is timed and returns its result; all inputs are made before."""
@@ -351,19 +352,6 @@ def time_runners(
         if collecting:
             gc.enable()
     return {name: Timing.of(taken, first[name], calls[name]) for name, taken in samples.items()}
-
-
-def timer_for(device: str) -> Timer:
-    """The timer of a device; BenchError where this machine or this build does not have it."""
-    if device == "cpu":
-        return CpuTimer()
-    if not torch.cuda.is_available():
-        raise BenchError("there is no CUDA device that torch can use on this machine; use --device cpu")
-    from attn_ext._load import why_no_cuda
-
-    if why_no_cuda is not None:
-        raise BenchError(f"attn_ext has no CUDA kernels here ({why_no_cuda}); use --device cpu")
-    return CudaTimer()
 
 
 # --- result files -------------------------------------------------------------------------------------------------

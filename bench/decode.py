@@ -5,6 +5,10 @@ cache, and SDPA after torch.cat. Every row is first compared with the reference 
 timed, and makes the exit code 1. Each rival goes through copies of its cache that together are four times as large as
 the last-level cache, so that memory is read and not a CPU cache. What memory gives is measured just before and after
 each row, what multiply-adds give as well: "% of limit" is the share of the smaller of the two.
+
+With --device cuda (untried: no GPU has run it) CUDA events time each step, after the L2 cache was emptied; the limits
+are those of torch's sums and matrix products; and each of torch's kernels behind SDPA has a figure, on a slice of its
+cache.
 """
 
 from __future__ import annotations
@@ -22,17 +26,14 @@ from torch import Tensor
 
 import attn_ext
 from attn_ext import reference
-from attn_ext._memory import available_bytes
 from bench import over_length
 from bench.attention import error_and_allowance, microseconds, percent, rate
 from bench.common import (
     Column,
     Runner,
     ceiling_of,
-    last_level_cache_bytes,
     machine_line,
     mean_ceilings,
-    measure_ceilings,
     print_table,
     say,
 )
@@ -42,14 +43,16 @@ from bench.decode_cases import (
     all_cases,
     as_stored,
     copies_of,
+    gpu_cases,
     make_inputs,
     memory_needed,
     our_caches,
     past,
     preallocated,
 )
+from bench.device import NAMES
 from bench.over_length import Settings
-from bench.peers import eager_attention
+from bench.peers import BACKENDS, CannotRun, answer_of, eager_attention, through_backend
 
 RIVALS = {"attn_ext": "", "torch": "SDPA on a slice", "torch cat": "SDPA after torch.cat"}
 NO_INT8 = "torch has no int8 cache"
@@ -57,17 +60,18 @@ NO_INT8 = "torch has no int8 cache"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m bench decode`."""
-    over_length.add_options(parser, seconds="1, quick 0.2", quantity="GB/s and µs a token")
+    over_length.add_options(parser, seconds="1, quick 0.2", quantity="GB/s and µs a token", devices=NAMES)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the benchmark; 0, or 1 where a result was wrong."""
-    cases = over_length.chosen(all_cases(), options)
+    cases = [*all_cases(), *(gpu_cases() if options.device == "cuda" else [])]
+    cases = over_length.chosen(cases, options)
     if options.list:
         print("\n".join(case.id for case in cases))
         return 0
     settings = Settings.of(options, seconds=1.0, quick_seconds=0.2)
-    over_length.require_memory(cases, memory_needed)
+    over_length.require_memory(cases, memory_needed, settings.device)
     result = measure(cases, settings)
     show(result)
     over_length.write_files(result, options, CSV_FIELDS)
@@ -91,8 +95,9 @@ def measure(cases: Sequence[Case], settings: Settings) -> dict[str, Any]:
 
 def measure_row(case: Case, settings: Settings) -> dict[str, Any]:
     """Checks one row, then times all rivals in it, between two measurements of the ceilings."""
-    inputs = make_inputs(case)
-    copies = copies_of(case, last_level_cache_bytes(), available_bytes())
+    device = settings.device
+    inputs = make_inputs(case, device.name)
+    copies = copies_of(case, device.last_level_cache_bytes(), device.available_bytes())
     caches = our_caches(case, inputs, copies)
     truth = Truth.of(case, inputs)
     row = over_length.start_of(case, check(case, inputs, caches[0], truth))
@@ -115,9 +120,19 @@ def measure_row(case: Case, settings: Settings) -> dict[str, Any]:
             row["rivals"][name] = {"skipped": reason}
         else:
             runners.append(Runner(name, in_turn(steps), how=RIVALS[name]))
-    before = measure_ceilings(settings.threads, settings.ceiling_seconds)
+    for name in BACKENDS if device.name == "cuda" and case.dtype != "int8" else ():
+        steps = [through_backend(name, step) for step in torch_steps("torch", case, inputs, copies)]
+        try:
+            reason = difference_from(truth.out, answer_of(steps[0]))
+        except CannotRun as refusal:
+            reason = str(refusal)
+        if reason:
+            row["rivals"][name] = {"skipped": reason}
+        else:
+            runners.append(Runner(name, in_turn(steps), how=RIVALS["torch"]))
+    before = device.ceilings(settings.threads, settings.ceiling_seconds)
     over_length.time_row(row, runners, settings)
-    after = measure_ceilings(settings.threads, settings.ceiling_seconds)
+    after = device.ceilings(settings.threads, settings.ceiling_seconds)
     row["ceilings"] = {"before": before, "after": after, "mean": mean_ceilings(before, after)}
     add_rates(row)
     return row
@@ -154,7 +169,7 @@ def in_turn(steps: Sequence[Step]) -> Step:
 def our_step(case: Case, inputs: Inputs, cache: dict[str, Any], *, append: bool = True) -> Step:
     """Stores the last token and attends; or only attends, to a cache that has it."""
     k, v = inputs.new if append else (None, None)
-    lengths = torch.full((case.B,), case.L - append)
+    lengths = torch.full((case.B,), case.L - append, device=inputs.q.device)
     return functools.partial(
         attn_ext.attention_with_kv_cache, inputs.q, cache_lengths=lengths, k=k, v=v, **cache
     )
@@ -257,6 +272,8 @@ def show(result: dict[str, Any]) -> None:
     columns = [Column("B,Hq/Hkv,L,D", right=False)]
     columns += [Column(text) for text in ("ours µs", "GB/s", "% of read", "% of limit", "tokens/s")]
     columns += [Column(text) for text in ("torch µs", "GB/s", "ratio", "torch cat µs", "ratio", "read GB/s")]
+    if result["machine"]["device"] != "cpu":
+        columns.append(Column("others GB/s", right=False))
     cells = []
     for row in result["rows"]:
         if not row["check"]["ok"]:
@@ -276,6 +293,12 @@ def show(result: dict[str, Any]) -> None:
                 f"{row['read_gbs_before']:.1f} → {row['read_gbs_after']:.1f}",
             ]
         )
+        others = {name: row["rivals"][name] for name in BACKENDS if name in row["rivals"]}
+        if result["machine"]["device"] != "cpu":
+            cells[-1].append(
+                ", ".join(f"{name} {rate(rival['gbs'])}" for name, rival in others.items() if "gbs" in rival)
+                or "–"
+            )
     print_table(columns, cells, machine_line(result["machine"]))
     print()
     for line in notes(result):
@@ -292,7 +315,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"{RIVALS['torch cat']}. ratio: their time over ours. int8 rows have bf16 queries.",
     ]
     rows = {row["id"]: row for row in result["rows"] if row["check"]["ok"]}
-    cache = result["machine"]["last_level_cache_bytes"]
+    cache = result["machine"]["last_level_cache_bytes"]  # a GPU's L2
     warm = [name for name, row in rows.items() if row["copies"] * row["bytes"] < 4 * cache]
     if warm:
         lines.append(

@@ -89,6 +89,17 @@ def all_cases() -> list[Case]:
     return cases
 
 
+def gpu_cases() -> list[Case]:
+    """Rows that are too large for a CPU's table, behind those of `all_cases` where a GPU runs."""
+    return [
+        Case("bf16", 64, 32, 8, 4096, 128, quick=True),
+        Case("bf16", 64, 32, 8, 4096, 128, page=16),
+        Case("int8", 64, 32, 8, 4096, 128),
+        Case("bf16", 16, 32, 8, 16384, 128),
+        Case("bf16", 1, 32, 8, 131072, 128),
+    ]
+
+
 # --- tensors ------------------------------------------------------------------------------------------------------
 
 
@@ -106,12 +117,12 @@ class Inputs:
         return self.k[:, :, -1:], self.v[:, :, -1:]
 
 
-def make_inputs(case: Case) -> Inputs:
+def make_inputs(case: Case, device: str = "cpu") -> Inputs:
     """Random normal q, k, v, the same ones every time for the same row."""
     generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
 
     def normal(heads: int, tokens: int) -> Tensor:
-        return torch.randn(case.B, heads, tokens, case.D, generator=generator).to(case.query_dtype)
+        return torch.randn(case.B, heads, tokens, case.D, generator=generator).to(device, case.query_dtype)
 
     return Inputs(normal(case.Hq, 1), normal(case.Hkv, case.visible), normal(case.Hkv, case.visible))
 
@@ -122,19 +133,23 @@ def our_caches(case: Case, inputs: Inputs, copies: int) -> list[dict[str, Any]]:
     The reference fills it, so that a wrong append of ours cannot hide. Places without a token hold NaN.
     """
     dtype = torch.int8 if case.dtype == "int8" else case.query_dtype
+    device = inputs.q.device
     shared: dict[str, Any] = {}
     leading = (case.B, case.Hkv, case.window or case.L + ROOM)
     if case.page:
         width = math.ceil((case.L + ROOM) / case.page)
         leading = (case.B * width, case.Hkv, case.page)
         order = torch.randperm(leading[0], generator=torch.Generator().manual_seed(case.page))
-        shared["block_table"] = order.view(case.B, width).to(torch.int32)
+        shared["block_table"] = order.view(case.B, width).to(device, torch.int32)
     if case.window:
         shared["ring"] = True
     unset = 77 if dtype == torch.int8 else math.nan
-    tensors = {name: torch.full((*leading, case.D), unset, dtype=dtype) for name in ("k_cache", "v_cache")}
+    tensors = {
+        name: torch.full((*leading, case.D), unset, dtype=dtype, device=device)
+        for name in ("k_cache", "v_cache")
+    }
     if dtype == torch.int8:
-        tensors |= {name: torch.full(leading, math.nan) for name in ("k_scales", "v_scales")}
+        tensors |= {name: torch.full(leading, math.nan, device=device) for name in ("k_scales", "v_scales")}
     old = (inputs.k[:, :, :-1], inputs.v[:, :, :-1])
     reference.kv_cache_append_(k=old[0], v=old[1], cache_lengths=case.L - case.visible, **tensors, **shared)
     if case.window:
@@ -146,7 +161,7 @@ def our_caches(case: Case, inputs: Inputs, copies: int) -> list[dict[str, Any]]:
 def preallocated(case: Case, inputs: Inputs, copies: int) -> list[tuple[Tensor, Tensor]]:
     """What a cache in plain torch holds: k and v (B, Hkv, capacity, D), the tokens in their places."""
     capacity = case.window or case.L + ROOM
-    places = torch.arange(case.L - case.visible, case.L - 1) % capacity
+    places = torch.arange(case.L - case.visible, case.L - 1, device=inputs.k.device) % capacity
     filled = []
     for t in (inputs.k, inputs.v):
         cache = t.new_zeros(case.B, case.Hkv, capacity, case.D)
@@ -164,9 +179,9 @@ def as_stored(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """k and v as the cache holds them: themselves, or for int8 what is left of them, in float32."""
     if case.dtype != "int8":
         return inputs.k, inputs.v
-    size = inputs.k.shape
-    k_cache, v_cache = (torch.zeros(size, dtype=torch.int8) for _ in range(2))
-    k_scales, v_scales = (torch.zeros(size[:-1]) for _ in range(2))
+    size, device = inputs.k.shape, inputs.k.device
+    k_cache, v_cache = (torch.zeros(size, dtype=torch.int8, device=device) for _ in range(2))
+    k_scales, v_scales = (torch.zeros(size[:-1], device=device) for _ in range(2))
     reference.kv_cache_append_(k_cache, v_cache, inputs.k, inputs.v, 0, k_scales=k_scales, v_scales=v_scales)
     return k_cache * k_scales[..., None], v_cache * v_scales[..., None]
 

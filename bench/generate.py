@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(case.id for case in cases))
         return 0
     settings = Settings.of(options, seconds=3.0, quick_seconds=0.5)
-    over_length.require_memory(cases, memory_needed)
+    over_length.require_memory(cases, memory_needed, settings.device)
     result = over_length.new_result("generate", settings)
     for name, own in itertools.groupby(cases, key=lambda case: case.model):
         model = make_model(name, max(case.length for case in all_cases()) + NEW_TOKENS)

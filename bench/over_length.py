@@ -9,13 +9,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from attn_ext._memory import available_bytes
 from bench import plot
 from bench.attention import microseconds
 from bench.common import (
     SCHEMA,
     BenchError,
-    CpuTimer,
     Runner,
     add_row_filter,
     add_run_options,
@@ -27,6 +25,7 @@ from bench.common import (
     write_csv,
     write_json,
 )
+from bench.device import CpuDevice, Device, device_for
 
 
 class Row(Protocol):
@@ -54,8 +53,14 @@ class Row(Protocol):
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
-def add_options(parser: argparse.ArgumentParser, *, seconds: str, quantity: str) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, *, seconds: str, quantity: str, devices: Sequence[str] = ("cpu",)
+) -> None:
     """The options of these commands; `quantity` is what the plot shows over length."""
+    if len(devices) > 1:
+        parser.add_argument("--device", choices=devices, default="cpu")
+    else:
+        parser.set_defaults(device=devices[0])
     add_row_filter(parser)
     add_run_options(parser, seconds=seconds)
     parser.add_argument("--quick", action="store_true", help="the short rows, less time each")
@@ -85,6 +90,7 @@ class Settings:
     rounds: int
     pause: float  # before each block
     ceiling_seconds: float  # per ceiling
+    device: Device = CpuDevice()
 
     @staticmethod
     def of(options: argparse.Namespace, *, seconds: float, quick_seconds: float) -> Settings:
@@ -95,6 +101,7 @@ class Settings:
             rounds=3 if options.quick else 5,
             pause=0.05 if options.quick else 0.1,
             ceiling_seconds=0.1 if options.quick else 0.3,
+            device=device_for(options.device),
         )
         for path in filter(None, (options.json, options.csv, options.plot)):
             require_folder(path)
@@ -104,9 +111,9 @@ class Settings:
         return settings
 
 
-def require_memory(cases: Sequence[AnyRow], needed: Callable[[AnyRow], int]) -> None:
+def require_memory(cases: Sequence[AnyRow], needed: Callable[[AnyRow], int], device: Device) -> None:
     """BenchError where a row takes more memory than is free."""
-    available = available_bytes()
+    available = device.available_bytes()
     largest = max(cases, key=needed)
     if available is not None and needed(largest) > available:
         raise BenchError(
@@ -118,7 +125,7 @@ def require_memory(cases: Sequence[AnyRow], needed: Callable[[AnyRow], int]) -> 
 def time_row(row: dict[str, Any], runners: Sequence[Runner], settings: Settings) -> None:
     """Times the rivals of a row and adds their figures to it, and the ratio of torch's time to ours."""
     timings = time_runners(
-        CpuTimer(), runners, seconds=settings.seconds, rounds=settings.rounds, pause=settings.pause
+        settings.device.timer, runners, seconds=settings.seconds, rounds=settings.rounds, pause=settings.pause
     )
     for runner in runners:
         row["rivals"][runner.name] = {"how": runner.how, **timings[runner.name].report()}
@@ -153,7 +160,7 @@ def new_result(name: str, settings: Settings) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "bench": name,
-        "machine": describe_machine("cpu", settings.threads),
+        "machine": describe_machine(settings.device.name, settings.threads),
         "settings": {"seconds": settings.seconds, "rounds": settings.rounds, "pause": settings.pause},
         "rows": [],
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.cases import Case, Inputs, alibi_bias, combined_mask
 from bench.common import Runner
@@ -55,6 +57,50 @@ def torch_forward(case: Case, inputs: Inputs) -> tuple[Callable[[], Tensor], str
     return call, "SDPA" if mask is None else "SDPA with mask"
 
 
+# torch's own kernels behind SDPA, of which it chooses one. On a GPU each has a figure of its own.
+BACKENDS: dict[str, SDPBackend] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def through_backend(name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`call`, with SDPA kept to one of BACKENDS."""
+
+    def kept(*args: Any) -> Tensor:
+        with sdpa_kernel(BACKENDS[name]):
+            return call(*args)
+
+    return kept
+
+
+def answer_of(call: Callable[[], Any]) -> Any:
+    """What a call through a backend gives; CannotRun with torch's reasons where the backend refuses."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            return call()
+        except RuntimeError as error:
+            reasons = [str(warning.message).partition(" (Triggered")[0].strip() for warning in said]
+            reasons = [reason for reason in reasons if "not used because" not in reason]
+            raise CannotRun(f"refused: {'; '.join(reasons) or _first_line(error)}") from error
+
+
+def backend_runner(name: str, case: Case, inputs: Inputs) -> tuple[Runner, Tensor]:
+    """The row through one of BACKENDS, and its output; CannotRun says why not."""
+    forward, how = torch_forward(case, inputs)
+    if how == "formula":
+        raise CannotRun("SDPA lacks the option")
+    forward = through_backend(name, forward)
+    with torch.set_grad_enabled(case.direction != "forward"):
+        out = answer_of(forward).detach()
+        runner = runner_of(name, case, inputs, forward, how)
+        answer_of(runner.call)
+    return runner, out
+
+
 def as_one_mask(case: Case, inputs: Inputs) -> Tensor | None:
     """All that hides keys or is added to scores, in one tensor: bool (True = attend), float, or None."""
     added, seen = added_and_visible(case, inputs)
@@ -67,7 +113,7 @@ def added_and_visible(case: Case, inputs: Inputs) -> tuple[Tensor | None, Tensor
     """The bias with ALiBi in it, and the bool mask with everything in it."""
     added = inputs.options.get("bias")
     if case.alibi:
-        slopes = alibi_bias(case, inputs.options["alibi_slopes"].cpu()).to(inputs.q.device)
+        slopes = alibi_bias(case, inputs.options["alibi_slopes"])
         added = slopes if added is None else added + slopes
     mask, key_lengths = (inputs.options.get(name) for name in ("mask", "key_lengths"))
     return added, combined_mask(case, mask, key_lengths, inputs.q.device)

@@ -94,7 +94,7 @@ def markdown(result: dict[str, Any]) -> str:
 def ceilings_sentence(result: dict[str, Any]) -> str:
     """The ceilings that the shares are taken of."""
     mean = result["ceilings"]["mean"]
-    if not mean:
+    if "fma_fp32" not in mean:
         return ""
     bf16 = "no bf16 dot product" if mean["dot_bf16"] is None else f"{mean['dot_bf16']:.0f} bf16"
     return f"Ceilings in GFLOP/s: {mean['fma_fp32']:.0f} fp32, {mean['fma_fp64']:.0f} fp64, {bf16}. "

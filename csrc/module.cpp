@@ -14,6 +14,10 @@
 #include "cpu/dispatch.h"
 #include "cpu/plan.h"
 
+#if defined(ATTN_EXT_ON_CUDA)  // the build with the simulator
+#include "on_cuda/plan.h"
+#endif
+
 namespace py = pybind11;
 
 namespace {
@@ -103,6 +107,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("plan_forward", &plan_forward, py::arg("B"), py::arg("Hq"), py::arg("Hkv"), py::arg("Lq"), py::arg("Lk"),
         py::arg("D"), py::arg("Dv"), py::arg("dtype"), py::arg("threads"),
         "dict: how a forward pass of this shape is cut into tasks.");
+#if defined(ATTN_EXT_ON_CUDA)
+  attn_ext::add_cuda_plan(m);
+#endif
 
   // They run for `seconds` on threads of their own, so other Python threads go on meanwhile.
   const auto no_gil = py::call_guard<py::gil_scoped_release>();

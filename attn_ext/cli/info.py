@@ -33,10 +33,16 @@ def collect() -> dict[str, Any]:
     """Everything `attn-ext info` knows, ready for JSON."""
     build = _C.build_info()
     active = backend.active()
+    device, why_no_device = _cuda_device()
     return {
         "attn_ext": {"version": __version__, "folder": str(Path(_C.__file__).parent)},
         "build": build,
-        "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "cuda_device": _cuda_device()},
+        "torch": {
+            "version": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cuda_device": device,
+            "why_no_cuda_device": why_no_device,
+        },
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
         "numpy": numpy.__version__,
         "machine": {
@@ -106,7 +112,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         )
     )
     if torch_["cuda"]:
-        rows.append(("CUDA device", torch_["cuda_device"] or "none found"))
+        none = f"none, so that only the CPU's kernels can run: {torch_['why_no_cuda_device']}"
+        rows.append(("CUDA device", torch_["cuda_device"] or none))
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -116,8 +123,12 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _cuda_device() -> str | None:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+def _cuda_device() -> tuple[str | None, str | None]:
+    """The current GPU's name, or why there is none."""
+    try:
+        return torch.cuda.get_device_name(), None
+    except (AssertionError, RuntimeError) as error:  # torch's own: a CPU build, no driver, no GPU
+        return None, str(error).partition(". ")[0]
 
 
 def _cpu_name() -> str:

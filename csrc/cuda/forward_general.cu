@@ -156,20 +156,29 @@ void launch_general(const ForwardParams& p, StreamHandle stream) {
                p, tasks);
 }
 
+// Calls f with an object of the traits that p is for.
+template <class F>
+auto with_general(const ForwardParams& p, const F& f) {
+  const bool wide = p.Dv > 64;
+  if (p.k.dtype == DType::float64) return f(General<double, double, 64>());
+  if (p.q.dtype == DType::float64) return f(General<double, AnyStorage, 64>());  // over an int8 cache
+  if (p.k.dtype == DType::float32) {
+    return wide ? f(General<float, float, 128>()) : f(General<float, float, 64>());
+  }
+  return wide ? f(General<float, AnyStorage, 128>()) : f(General<float, AnyStorage, 64>());
+}
+
 }  // namespace
 
 void forward_general(const ForwardParams& p, StreamHandle stream) {
-  const bool wide = p.Dv > 64;
-  if (p.k.dtype == DType::float64) {
-    launch_general<General<double, double, 64>>(p, stream);
-  } else if (p.q.dtype == DType::float64) {  // over an int8 cache
-    launch_general<General<double, AnyStorage, 64>>(p, stream);
-  } else if (p.k.dtype == DType::float32) {
-    wide ? launch_general<General<float, float, 128>>(p, stream) : launch_general<General<float, float, 64>>(p, stream);
-  } else {
-    wide ? launch_general<General<float, AnyStorage, 128>>(p, stream)
-         : launch_general<General<float, AnyStorage, 64>>(p, stream);
-  }
+  with_general(p, [&](auto traits) { launch_general<decltype(traits)>(p, stream); });
+}
+
+ForwardTile tile_general(const ForwardParams& p) {
+  return with_general(p, [](auto traits) -> ForwardTile {
+    using Traits = decltype(traits);
+    return {Traits::kColumns, Traits::kRows, Traits::kKeys};
+  });
 }
 
 }  // namespace attn_ext::cuda

@@ -180,4 +180,13 @@ void forward_mma(const ForwardParams& p, StreamHandle stream) {
   with_choice<ForwardTraits>(p, [&](auto traits) { launch_mma<decltype(traits)>(p, stream); });
 }
 
+ForwardTile tile_mma(const ForwardParams& p) {
+  return with_choice<ForwardTraits>(p, [](auto traits) -> ForwardTile {
+    using Traits = decltype(traits);
+    return {Traits::kWidth, Traits::kRows, Traits::kKeys};
+  });
+}
+
+size_t shared_bytes_to_have() { return most_shared_bytes(); }
+
 }  // namespace attn_ext::cuda

@@ -2,6 +2,11 @@
 // writes every row of every sequence. Gradients and weights come in as zeros: what a kernel adds nothing to it does not write.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "cuda/launches.h"
 #include "params.h"
 
 namespace attn_ext::cuda {
@@ -23,5 +28,24 @@ void backward_general(const BackwardParams& p, void* delta, StreamHandle stream)
 
 void weights(const WeightsParams& p, StreamHandle stream);
 void append(const AppendParams& p, StreamHandle stream);
+
+// ---- What a call would do (attn_ext.explain) ------------------------------------------------------------------------
+
+// What a block of a forward kernel computes at once.
+struct ForwardTile {
+  int64_t columns = 0;  // forward_mma: that q, k, v have room for; forward_general: of the output
+  int64_t rows = 0, keys = 0;
+};
+ForwardTile tile_mma(const ForwardParams& p);
+ForwardTile tile_general(const ForwardParams& p);
+size_t shared_bytes_to_have();  // a block, on the current device
+
+struct ForwardPlan {
+  const char* why = "";  // these kernels and no others
+  ForwardTile tile;
+  std::vector<Launch> launches;  // as forward makes them, one after the other
+};
+// Reads no memory that p points to.
+ForwardPlan plan_forward(const ForwardParams& p);
 
 }  // namespace attn_ext::cuda

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/launches.h"
 #include "storage.h"
 
 namespace attn_ext::cuda {
@@ -230,13 +231,15 @@ namespace attn_ext::cuda {
 
 inline constexpr int kWarpSize = 32;
 
-// The one place where kernels are launched: blocks that walk over `tasks`, or nothing where there are none.
+// The one place where kernels are launched (or noted: launches.h): blocks that walk over `tasks`, or nothing where there are
+// none.
 template <class Kernel, class... Args>
 inline void launch_tasks(const char* name, Kernel kernel, int64_t tasks, int threads, size_t shared_bytes, void* stream,
                          const Args&... args) {
   if (tasks <= 0) return;
-  launch(name, kernel, tasks < most_blocks ? tasks : most_blocks, threads, shared_bytes, static_cast<Stream>(stream),
-         args...);
+  const int64_t blocks = tasks < most_blocks ? tasks : most_blocks;
+  if (noted_launches != nullptr) return noted_launches->push_back({name, blocks, threads, shared_bytes});
+  launch(name, kernel, blocks, threads, shared_bytes, static_cast<Stream>(stream), args...);
 }
 
 // The smallest number of pieces of `size` that cover n.

@@ -1,8 +1,9 @@
-// `attn_ext._cuda`: loading it adds the operators for tensors on a GPU (schema.cpp). Beside that it only says how it was
-// built.
+// `attn_ext._cuda`: loading it adds the operators for tensors on a GPU (schema.cpp). Beside that it says how it was built,
+// and what a call would launch.
 #include <pybind11/pybind11.h>
 
 #include "attn_ext_build_config.h"  // written by setup.py
+#include "on_cuda/plan.h"
 
 namespace py = pybind11;
 
@@ -22,4 +23,5 @@ PYBIND11_MODULE(_cuda, m) {
   m.doc() = "attn_ext's operators for tensors on a GPU.";
   m.def("build_info", &build_info,
         "dict: version, nvcc (its release), archs (the GPU generations it was compiled for).");
+  attn_ext::add_cuda_plan(m);
 }

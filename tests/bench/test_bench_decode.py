@@ -16,9 +16,10 @@ from torch import Tensor
 
 import attn_ext
 from attn_ext._memory import available_bytes, memory_bytes
-from bench import common, decode, decode_cases, over_length
+from bench import common, decode, decode_cases
 from bench.__main__ import main
 from bench.decode_cases import Case
+from bench.device import CpuDevice
 
 CASES = [
     Case("fp32", 1, 4, 2, 70, 16, quick=True),
@@ -41,8 +42,8 @@ ARGUMENTS = ["decode", "--seconds", "0.002", "--threads", "1"]
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that take no time, on a made-up machine with a small cache."""
     monkeypatch.setattr(decode, "all_cases", lambda: CASES)
-    monkeypatch.setattr(decode, "measure_ceilings", lambda *_: dict(CEILINGS))
-    monkeypatch.setattr(decode, "last_level_cache_bytes", lambda: 2**14)
+    monkeypatch.setattr(CpuDevice, "ceilings", lambda *_: dict(CEILINGS))
+    monkeypatch.setattr(CpuDevice, "last_level_cache_bytes", lambda _: 2**14)
     quick_timing(monkeypatch)
 
 
@@ -290,7 +291,7 @@ def test_bad_input_is_one_sentence_and_2(
 def test_too_little_memory_is_one_sentence_and_2(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(over_length, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(CpuDevice, "available_bytes", lambda _: 1_000_000)
     assert main([command, "--quick"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and "0.0 GB are free" in said[0]

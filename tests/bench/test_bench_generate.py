@@ -18,6 +18,7 @@ import attn_ext
 from attn_ext.models import CausalLM
 from bench import common, generate, over_length, torch_caches
 from bench.__main__ import main
+from bench.device import CpuDevice
 from bench.generate import Case
 from bench.over_length import Settings
 
@@ -206,7 +207,7 @@ def test_bad_input_is_one_sentence_and_2(arguments: list[str], capsys: pytest.Ca
 def test_too_little_memory_is_one_sentence_and_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(over_length, "available_bytes", lambda: 10**8)
+    monkeypatch.setattr(CpuDevice, "available_bytes", lambda _: 10**8)
     assert main(["generate"]) == 2
     assert "'mid after 2048' takes" in capsys.readouterr().err
 

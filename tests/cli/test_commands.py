@@ -88,6 +88,7 @@ def test_info_tells_what_the_package_tells() -> None:
     assert report["torch"]["version"] == torch.__version__
     assert report["threads"] == torch.get_num_threads()
     assert bool(report["cuda"]["loaded"]) != bool(report["cuda"]["why_not"])
+    assert bool(report["torch"]["cuda_device"]) != bool(report["torch"]["why_no_cuda_device"])
     assert report["attn_ext"]["version"] == attn_ext.__version__ == report["build"]["version"]
 
 

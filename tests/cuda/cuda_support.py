@@ -1,14 +1,17 @@
-"""What the CUDA tests share: options that are met in pairs, and attention with a dropout mask that is known."""
+"""What the CUDA tests share: options that are met in pairs, and the functions of the package, carried to the device."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import op_support
 import torch
+from device_support import carried
 from op_support import Shape, dead_row_mask, make, random_bool, some_lengths
 from torch import Tensor
 
@@ -56,7 +59,23 @@ def drawn_seed(seed: Tensor | None) -> Iterator[None]:
         ops._draw_seed = draw
 
 
+# --- the functions, with tensors of the host ----------------------------------------------------------------------
+
+_attention = carried(attn_ext.attention)
+attention_varlen = carried(attn_ext.attention_varlen)
+attention_weights = carried(attn_ext.attention_weights)
+attention_with_kv_cache = carried(attn_ext.attention_with_kv_cache)
+kv_cache_append_ = carried(attn_ext.kv_cache_append_)
+raw_forward = carried(op_support.raw_forward)
+raw_backward = carried(op_support.raw_backward)
+raw_weights = carried(op_support.raw_weights)
+
+
 def attention(*args: Any, dropout_seed: Tensor | None = None, **options: Any) -> Any:
     """`attn_ext.attention` that takes the dropout's seed, as the reference does."""
     with drawn_seed(dropout_seed):
-        return attn_ext.attention(*args, **options)
+        return _attention(*args, **options)
+
+
+check_forward = functools.partial(op_support.check_forward, attention=attention)
+check_gradients = functools.partial(op_support.check_gradients, attention=attention)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_support import PARTS, attention, pairs
+from cuda_support import PARTS, attention, check_forward, check_gradients, pairs, raw_backward, raw_forward
+from device_support import DEVICE
 from op_support import (
     DTYPES,
     LAYOUTS,
@@ -15,16 +16,10 @@ from op_support import (
     Shape,
     assert_close_to_reference,
     assert_same_bits,
-    check_forward,
-    check_gradients,
     make,
-    raw_backward,
-    raw_forward,
     reference_call,
 )
 from torch import Tensor
-
-import attn_ext
 
 SMALL = Shape(2, 4, 2, 7, 37, 5, 3)  # one block of rows, two tiles of keys
 SQUARE = Shape(2, 2, 1, 35, 35, 9)  # two blocks of rows
@@ -48,15 +43,15 @@ def test_gradients_of_every_option_in_every_dtype(dtype: torch.dtype, option: st
 def test_every_pair_of_options(first: str, second: str) -> None:
     s = Shape(2, 2, 1, 6, 35, 3)
     options = {**PARTS[first](s), **PARTS[second](s)}
-    check_forward(*s.qkv(), options, attention=attention)
-    check_gradients(*s.qkv(), options, attention=attention)
+    check_forward(*s.qkv(), options)
+    check_gradients(*s.qkv(), options)
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_blocks_of_rows_that_see_different_tiles(part: str) -> None:
     options = PARTS[part](SQUARE)
-    check_forward(*SQUARE.qkv(), options, attention=attention)
-    check_gradients(*SQUARE.qkv(), options, attention=attention)
+    check_forward(*SQUARE.qkv(), options)
+    check_gradients(*SQUARE.qkv(), options)
 
 
 # --------------------------------------------------------------------------------------------------------- sizes
@@ -104,7 +99,7 @@ def test_three_and_five_dims(rank: int) -> None:
 )
 def test_nothing_to_do_along_one_dim(shape: tuple[int, ...]) -> None:
     q, k, v = Shape(*shape).qkv()
-    out, lse = attn_ext.attention(q, k, v, return_lse=True)
+    out, lse = attention(q, k, v, return_lse=True)
     assert not out.any() and (lse == -math.inf).all()
     check_gradients(q, k, v, {})
 
@@ -112,7 +107,7 @@ def test_nothing_to_do_along_one_dim(shape: tuple[int, ...]) -> None:
 def test_value_heads_without_columns_still_have_an_lse() -> None:
     q, k, _ = Shape(1, 1, 1, 3, 5, 4).qkv()
     v = torch.zeros(1, 1, 5, 0)
-    out, lse = attn_ext.attention(q, k, v, return_lse=True)
+    out, lse = attention(q, k, v, return_lse=True)
     assert out.shape == (1, 1, 3, 0)
     torch.testing.assert_close(lse, torch.logsumexp(q @ k.mT / 2, -1))
 
@@ -180,13 +175,13 @@ def test_what_hidden_keys_hold_touches_nothing() -> None:
     seen[:, ::4] = False  # nobody sees these
     options: dict[str, Any] = {"mask": seen, "bias": make((6, 37), seed=6)}
     tensors = [t.clone().requires_grad_(True) for t in (q, k, v)]
-    clean = attn_ext.attention(*tensors, **options)
+    clean = attention(*tensors, **options)
     clean_grads = torch.autograd.grad(clean.square().sum(), tensors)
     for filler in (math.nan, math.inf):
         k2, v2 = k.clone(), v.clone()
         k2[..., ::4, :], v2[..., ::4, :] = filler, filler
         tensors = [t.clone().requires_grad_(True) for t in (q, k2, v2)]
-        out = attn_ext.attention(*tensors, **options)
+        out = attention(*tensors, **options)
         assert_same_bits(out, clean, f"output beside {filler}")
         for got, want, name in zip(
             torch.autograd.grad(out.square().sum(), tensors), clean_grads, "qkv", strict=True
@@ -197,7 +192,7 @@ def test_what_hidden_keys_hold_touches_nothing() -> None:
 def test_nan_in_what_a_row_sees_stays_in_that_row() -> None:
     q, k, v = Shape(1, 1, 1, 5, 9, 4).qkv()
     v[0, 0, 4, 1] = math.nan
-    out = attn_ext.attention(q, k, v, causal="top_left")
+    out = attention(q, k, v, causal="top_left")
     assert out[0, 0, 4:, 1].isnan().all()
     assert out.isnan().sum() == 1
 
@@ -208,7 +203,7 @@ def test_rows_that_see_no_key_take_no_part() -> None:
     mask[::2] = False
     q, k, v = (t.requires_grad_(True) for t in s.qkv())
     sinks = torch.tensor([0.5, -1.0], requires_grad=True)
-    out, lse = attn_ext.attention(q, k, v, mask=mask, sinks=sinks, return_lse=True)
+    out, lse = attention(q, k, v, mask=mask, sinks=sinks, return_lse=True)
     assert not out[:, :, ::2].any()
     assert_same_bits(
         lse[:, :, ::2], sinks.detach()[:, None].expand(1, 2, 3), "lse of a row with a sink alone"
@@ -227,12 +222,10 @@ def test_a_row_has_the_same_bits_in_every_batch_and_among_any_other_rows() -> No
     s = Shape(3, 2, 1, 70, 70, 8)
     q, k, v = s.qkv()
     for options in ({"causal": "bottom_right"}, {"key_lengths": torch.tensor([70, 33, 64])}):
-        out = attn_ext.attention(q, k, v, **options)
+        out = attention(q, k, v, **options)
         mine = {n: t[1:2] if isinstance(t, Tensor) else t for n, t in options.items()}
-        assert_same_bits(attn_ext.attention(q[1:2], k[1:2], v[1:2], **mine), out[1:2], "alone")
-        assert_same_bits(
-            attn_ext.attention(q[1:2, :, -3:], k[1:2], v[1:2], **mine), out[1:2, :, -3:], "few rows"
-        )
+        assert_same_bits(attention(q[1:2], k[1:2], v[1:2], **mine), out[1:2], "alone")
+        assert_same_bits(attention(q[1:2, :, -3:], k[1:2], v[1:2], **mine), out[1:2, :, -3:], "few rows")
 
 
 def test_gradients_are_the_same_bits_each_time() -> None:
@@ -250,15 +243,15 @@ def test_gradients_are_the_same_bits_each_time() -> None:
 
 def test_second_derivatives_take_the_unfused_road() -> None:
     q, k, v = (t.double().requires_grad_(True) for t in Shape(1, 1, 1, 2, 3, 2).qkv())
-    assert torch.autograd.gradcheck(attn_ext.attention, (q, k, v))
-    assert torch.autograd.gradgradcheck(attn_ext.attention, (q, k, v))
+    assert torch.autograd.gradcheck(attention, (q, k, v))
+    assert torch.autograd.gradgradcheck(attention, (q, k, v))
 
 
 def test_autocast_casts_and_biases_keep_their_dtype() -> None:
     q, k, v = Shape(1, 2, 1, 4, 6, 8).qkv()
     bias = make((4, 6))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = attn_ext.attention(q, k, v, bias=bias)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = attention(q, k, v, bias=bias)
     assert out.dtype == torch.bfloat16
     half = [t.bfloat16() for t in (q, k, v)]
     assert_close_to_reference(

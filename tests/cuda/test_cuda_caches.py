@@ -18,6 +18,8 @@ from cache_support import (
     store,
     tokens,
 )
+from cuda_support import attention, attention_with_kv_cache, kv_cache_append_
+from device_support import DEVICE, carried
 from op_support import DTYPE_IDS, DTYPES, assert_close_to_reference, assert_same_bits
 from torch import Tensor
 
@@ -52,13 +54,13 @@ class Twins:
         self.copies = [snapshot(self.cache) for _ in range(2)]
 
     def append(self, **call: Any) -> None:
-        attn_ext.kv_cache_append_(**self.cache, **call)
+        kv_cache_append_(**self.cache, **call)
         for copy in self.copies:
             attn_ext.reference.kv_cache_append_(**copy, **call)
         self.compare()
 
     def attend(self, q: Tensor, step: float = 0.0, **call: Any) -> Tensor:
-        got = attn_ext.attention_with_kv_cache(q, **self.cache, **call, return_lse=True)
+        got = attention_with_kv_cache(q, **self.cache, **call, return_lse=True)
         # What an int8 cache holds is multiplied out in float32 (float64), whatever the tokens are.
         plain_work = None if self.cache["k_cache"].dtype == torch.int8 else q.dtype
         truth, plain = (
@@ -94,8 +96,8 @@ def test_chunks_and_single_tokens_have_the_bits_of_one_pass(kind: str) -> None:
     found = []
     for start, end in ((0, 13), (13, 14), (14, 14), (14, 37)):
         q, k, v = stacked(sequences, start, end)
-        found.append(attn_ext.attention_with_kv_cache(q, **cache, cache_lengths=start, k=k, v=v))
-    whole = attn_ext.attention(*stacked(sequences, 0, 37), causal="bottom_right")
+        found.append(attention_with_kv_cache(q, **cache, cache_lengths=start, k=k, v=v))
+    whole = attention(*stacked(sequences, 0, 37), causal="bottom_right")
     assert_same_bits(torch.cat(found, 2), whole, kind)
 
 
@@ -182,11 +184,11 @@ def test_nothing_to_do() -> None:
     cache = store("contiguous", 2, 8)
     before = snapshot(cache)
     q, k, v = stacked(tokens([8, 8]), 0, 0)
-    attn_ext.kv_cache_append_(**cache, k=k, v=v, cache_lengths=8)
-    assert attn_ext.attention_with_kv_cache(q, **cache, cache_lengths=8, k=k, v=v).shape == (2, 4, 0, 6)
+    kv_cache_append_(**cache, k=k, v=v, cache_lengths=8)
+    assert attention_with_kv_cache(q, **cache, cache_lengths=8, k=k, v=v).shape == (2, 4, 0, 6)
     assert_unchanged(cache, before)
     none = store("contiguous", 0, 8)
-    out = attn_ext.attention_with_kv_cache(
+    out = attention_with_kv_cache(
         torch.zeros(0, 4, 1, 8), **none, cache_lengths=torch.zeros(0, dtype=torch.int64)
     )
     assert out.shape == (0, 4, 1, 6)
@@ -201,10 +203,12 @@ def test_sequences_that_hold_nothing_and_queries_before_the_first_token_give_zer
 
 
 MAKE: dict[str, Callable[[torch.dtype], Any]] = {
-    "KVCache": lambda dtype: attn_ext.KVCache(2, 2, 8, v_head_dim=6, capacity=4, dtype=dtype),
-    "PagedKVCache": lambda dtype: attn_ext.PagedKVCache(2, 2, 8, v_head_dim=6, page_size=3, dtype=dtype),
+    "KVCache": lambda dtype: attn_ext.KVCache(2, 2, 8, v_head_dim=6, capacity=4, dtype=dtype, device=DEVICE),
+    "PagedKVCache": lambda dtype: attn_ext.PagedKVCache(
+        2, 2, 8, v_head_dim=6, page_size=3, dtype=dtype, device=DEVICE
+    ),
     "SlidingKVCache": lambda dtype: attn_ext.SlidingKVCache(
-        2, 2, 8, v_head_dim=6, window=4, capacity=9, dtype=dtype
+        2, 2, 8, v_head_dim=6, window=4, capacity=9, dtype=dtype, device=DEVICE
     ),
 }
 
@@ -228,7 +232,7 @@ def test_a_script_of_calls_to_a_cache_class(dtype: torch.dtype, kind: str) -> No
         else:
             spans = [(at, at + n) for at, n in zip(held, step, strict=True)]
             (q, k, v), cu = packed(sequences, spans)
-            out = cache.attend(q, k, v, cu_seqlens=cu)
+            out = carried(cache.attend)(q, k, v, cu_seqlens=cu)
             held = [end for _, end in spans]
             for b, (start, end) in enumerate(spans):
                 seq = Tokens(*(x[:, :end] for x in sequences[b]))

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from cache_support import STORES, assert_unchanged, packed, snapshot, stacked, store, tokens
-from op_support import Shape, assert_same_bits, make, raw_weights
+from cuda_support import attention, attention_varlen, attention_with_kv_cache, kv_cache_append_, raw_weights
+from op_support import Shape, assert_same_bits, make
 from torch import Tensor
 
-import attn_ext
 from attn_ext.backend import check_cuda
 
 HUGE = 2**40
@@ -51,7 +51,7 @@ def test_key_lengths(wrong: int, integer: torch.dtype) -> None:
     holder[:, 1] = torch.tensor([37, wrong, 0, 12])
     grads, outputs = [], []
     for lengths in (holder[:, 1], torch.tensor([37, 0, 0, 12])):
-        out, lse = attn_ext.attention(q, k, v, key_lengths=lengths, return_lse=True)
+        out, lse = attention(q, k, v, key_lengths=lengths, return_lse=True)
         outputs.append((out, lse))
         grads.append(torch.autograd.grad(out.square().sum(), [q, k, v]))
         if lengths.data_ptr() == holder[:, 1].data_ptr():
@@ -78,7 +78,7 @@ def test_boundaries(cu: list[int], sequence: int, right: int, of: str) -> None:
     q, k, v = (make((10, heads, 4), seed=heads).requires_grad_(True) for heads in (2, 1, 1))
     wrong, good = torch.tensor(cu), torch.tensor([0, 4, 7, 10])
     cu_q, cu_k = (wrong if of in (which, "both") else good for which in "qk")
-    out, lse = attn_ext.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True)
+    out, lse = attention_varlen(q, k, v, cu_q, cu_k, return_lse=True)
     expect_fault(ValueError, "cu_seqlens", sequence)
     grads = torch.autograd.grad(out.square().sum(), [q, k, v])
     expect_fault(ValueError, "cu_seqlens", sequence)
@@ -89,7 +89,7 @@ def test_boundaries(cu: list[int], sequence: int, right: int, of: str) -> None:
     whole = torch.zeros_like(out), torch.full_like(lse, -math.inf)
     for b in range(3):
         rows, keys = slice(left_q[b], left_q[b + 1]), slice(left_k[b], left_k[b + 1])
-        alone = attn_ext.attention(
+        alone = attention(
             q[rows].transpose(0, 1), k[keys].transpose(0, 1), v[keys].transpose(0, 1), return_lse=True
         )
         whole[0][rows], whole[1][:, rows] = alone[0].transpose(0, 1), alone[1]
@@ -121,9 +121,9 @@ def attempt(
     repair(good_cache, good_call)
     before = snapshot(cache)
     table = cache.get("block_table")
-    out, lse = attn_ext.attention_with_kv_cache(**cache, **call, return_lse=True)
+    out, lse = attention_with_kv_cache(**cache, **call, return_lse=True)
     expect_fault(*fault, bad)
-    want, want_lse = attn_ext.attention_with_kv_cache(**good_cache, **good_call, return_lse=True)
+    want, want_lse = attention_with_kv_cache(**good_cache, **good_call, return_lse=True)
     others = [b for b in range(3) if b != bad]
     if "cu_seqlens" in call:
         cu = call["cu_seqlens"].tolist()
@@ -150,7 +150,7 @@ def attempt(
     }
     again = {**before, **({} if table is None else {"block_table": table})}
     after = snapshot(again)
-    attn_ext.kv_cache_append_(**after, **alone)
+    kv_cache_append_(**after, **alone)
     if fault[1] not in ("ring has overwritten", "before position 0"):
         expect_fault(*fault, bad)
         for name in ("k_cache", "v_cache"):
@@ -165,7 +165,7 @@ def filled(kind: str, packs: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if t.is_floating_point():
             t.zero_()
     (_, k, v), cu = packed(sequences, [(0, 5), (0, 8), (0, 3)])
-    attn_ext.kv_cache_append_(**cache, k=k, v=v, cache_lengths=0, cu_seqlens=cu)
+    kv_cache_append_(**cache, k=k, v=v, cache_lengths=0, cu_seqlens=cu)
     spans = [(5, 7), (8, 11), (3, 4)] if packs else [(5, 7), (8, 10), (3, 5)]
     (q, k, v), cu = packed(sequences, spans)
     call: dict[str, Any] = {"q": q, "k": k, "v": v, "cache_lengths": torch.tensor([5, 8, 3])}
@@ -207,7 +207,7 @@ def test_block_tables(entry: int, wrong: int, packs: bool) -> None:
         cache["block_table"][1, entry] = right
 
     if entry == 0:  # an append does not look at it
-        out = attn_ext.attention_with_kv_cache(**cache, **call)
+        out = attention_with_kv_cache(**cache, **call)
         expect_fault(IndexError, "block_table", 1)
         assert not (out[2:5] if packs else out[1]).any()
     else:
@@ -222,16 +222,16 @@ def test_entries_that_are_not_needed_may_be_anything() -> None:
     cache["block_table"][2, 0], cache["block_table"][:2, 3], cache["block_table"][2, 2:] = (
         good["block_table"][2, 0], good["block_table"][:2, 3], -7,
     )  # fmt: skip
-    out = attn_ext.attention_with_kv_cache(**cache, **call)
+    out = attention_with_kv_cache(**cache, **call)
     check_cuda()
-    assert_same_bits(out, attn_ext.attention_with_kv_cache(**good, **call), "out")
+    assert_same_bits(out, attention_with_kv_cache(**good, **call), "out")
 
 
 def test_boundaries_of_tokens_that_come() -> None:
     cache, call = filled("contiguous", True)
     before = snapshot(cache)
     call["cu_seqlens"] = torch.tensor([0, 2, 1, 6])
-    out = attn_ext.attention_with_kv_cache(**cache, **call)
+    out = attention_with_kv_cache(**cache, **call)
     expect_fault(ValueError, "cu_seqlens", 1)
     assert out[:2].any() and not out[2:].any()
     for name in ("k_cache", "v_cache"):
@@ -251,7 +251,7 @@ def test_keys_that_a_ring_has_overwritten() -> None:
 
 def test_a_ring_without_places() -> None:
     cache, (q, k, v) = store("contiguous", 2, 0), stacked(tokens([3, 3]), 0, 1)
-    out = attn_ext.attention_with_kv_cache(q, **cache, cache_lengths=0, k=k, v=v, ring=True, window=(0, 0))
+    out = attention_with_kv_cache(q, **cache, cache_lengths=0, k=k, v=v, ring=True, window=(0, 0))
     expect_fault(IndexError, "capacity", 0)
     assert not out.any()
 
@@ -260,20 +260,20 @@ def test_rotary_tables_that_end_before_the_tokens() -> None:
     cache, call = filled("contiguous", False)
     call["rotary"] = (torch.ones(9, 4), torch.zeros(9, 4))
     before = snapshot(cache)
-    attn_ext.attention_with_kv_cache(**cache, **call)
+    attention_with_kv_cache(**cache, **call)
     expect_fault(IndexError, "rotary tables", 1)
     assert torch.equal(cache["k_cache"][1], before["k_cache"][1])
     del call["k"], call["v"]
     call["cache_lengths"] = torch.tensor([5, 8, 1])  # two queries
-    out = attn_ext.attention_with_kv_cache(**cache, **call)
+    out = attention_with_kv_cache(**cache, **call)
     expect_fault(IndexError, "before position 0", 2)
     assert out[:2].any() and not out[2].any()
 
 
 def test_the_lowest_sequence_of_several_faults_is_told() -> None:
     q, k, v = Shape(5, 1, 1, 2, 6, 4).qkv()
-    attn_ext.attention(q, k, v, key_lengths=torch.tensor([1, 2, -3, 4, -5]))
-    attn_ext.attention(q, k, v, key_lengths=torch.tensor([1, 2, 3, 9, 9]))
+    attention(q, k, v, key_lengths=torch.tensor([1, 2, -3, 4, -5]))
+    attention(q, k, v, key_lengths=torch.tensor([1, 2, 3, 9, 9]))
     expect_fault(ValueError, "key_lengths", 2)
 
 
@@ -284,7 +284,7 @@ def test_right_calls_tell_nothing_and_leave_their_inputs_alone() -> None:
         cache["block_table"].clone(),
         call["cu_seqlens"].clone(),
     )
-    attn_ext.attention_with_kv_cache(**cache, **call)
+    attention_with_kv_cache(**cache, **call)
     check_cuda()
     assert torch.equal(lengths, call["cache_lengths"]) and torch.equal(cu, call["cu_seqlens"])
     assert_unchanged({"block_table": cache["block_table"]}, {"block_table": table})

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_support import PARTS, drawn_seed
+from cuda_support import (
+    PARTS,
+    attention,
+    attention_varlen,
+    attention_weights,
+    drawn_seed,
+    raw_forward,
+    raw_weights,
+)
 from op_support import (
     DTYPES,
     OPTIONS,
@@ -16,8 +24,6 @@ from op_support import (
     assert_grads_close_to_reference,
     assert_same_bits,
     make,
-    raw_forward,
-    raw_weights,
 )
 from torch import Tensor
 
@@ -32,7 +38,7 @@ def test_weights_of_every_option(option: str) -> None:
     for dtype in DTYPES:
         q, k, _ = s.qkv(dtype)
         options = OPTIONS[option](s)
-        found = attn_ext.attention_weights(q, k, **options)
+        found = attention_weights(q, k, **options)
         truth, plain = (
             attn_ext.reference.attention_weights(q, k, **options, dtype=work)
             for work in (torch.float64, dtype)
@@ -44,8 +50,8 @@ def test_weights_of_chosen_rows_and_heads() -> None:
     s = Shape(2, 4, 2, 70, 70, 5)
     q, k, _ = s.qkv()
     options = {"causal": "bottom_right", "window": (20, 0), "alibi_slopes": torch.linspace(0.1, 0.4, 4)}
-    whole = attn_ext.attention_weights(q, k, **options)
-    some = attn_ext.attention_weights(q, k, rows=[69, 3, 3, -70], heads=[2, 0], **options)
+    whole = attention_weights(q, k, **options)
+    some = attention_weights(q, k, rows=[69, 3, 3, -70], heads=[2, 0], **options)
     assert_same_bits(some, whole[:, [2, 0]][:, :, [69, 3, 3, 0]].contiguous(), "chosen rows")
 
 
@@ -53,7 +59,7 @@ def test_weights_that_come_with_the_output() -> None:
     s = Shape(1, 2, 1, 6, 40, 5)
     q, k, v = s.qkv()
     mask = PARTS["mask"](s)["mask"]
-    out, lse, weights = attn_ext.attention(q, k, v, mask=mask, return_lse=True, return_weights=True)
+    out, lse, weights = attention(q, k, v, mask=mask, return_lse=True, return_weights=True)
     torch.testing.assert_close(weights @ v, out)
     rows = weights.sum(-1)
     torch.testing.assert_close(rows, (lse > -math.inf).float())
@@ -76,7 +82,7 @@ def test_the_dropout_mask_is_the_cpus(seed: int, p: float) -> None:
 
 def test_dropout_of_everything_gives_zeros_and_no_gradient() -> None:
     q, k, v = (t.requires_grad_(True) for t in Shape(1, 2, 1, 3, 5, 4).qkv())
-    out = attn_ext.attention(q, k, v, dropout_p=1.0)
+    out = attention(q, k, v, dropout_p=1.0)
     assert not out.any()
     assert not any(g.any() for g in torch.autograd.grad(out.sum(), [q, k, v]))
 
@@ -84,9 +90,9 @@ def test_dropout_of_everything_gives_zeros_and_no_gradient() -> None:
 def test_the_seed_is_drawn_from_torchs_generator() -> None:
     q, k, v = Shape(1, 1, 1, 4, 16, 4).qkv()
     torch.manual_seed(5)
-    first, second = (attn_ext.attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    first, second = (attention(q, k, v, dropout_p=0.5) for _ in range(2))
     torch.manual_seed(5)
-    assert_same_bits(attn_ext.attention(q, k, v, dropout_p=0.5), first, "the same seed")
+    assert_same_bits(attention(q, k, v, dropout_p=0.5), first, "the same seed")
     assert not torch.equal(first, second)
 
 
@@ -145,7 +151,7 @@ def test_packed_sequences_and_their_gradients(lengths: str, option: str) -> None
             more = {**options, "sinks": tensors.get("sinks"), "return_lse": True}
             if work is None:
                 with drawn_seed(seed):
-                    out, lse = attn_ext.attention_varlen(q, k, v, cu_q, cu_k, **more)
+                    out, lse = attention_varlen(q, k, v, cu_q, cu_k, **more)
             else:
                 out, lse = attn_ext.reference.attention_varlen(
                     q, k, v, cu_q, cu_k, **more, dropout_seed=seed, dtype=work
@@ -164,28 +170,28 @@ def test_a_packed_sequence_has_the_bits_it_has_alone() -> None:
     lengths = [5, 40, 33]
     cu = cumulative(lengths)
     q, k, v = make((78, 4, 6), seed=1), make((78, 2, 6), seed=2), make((78, 2, 6), seed=3)
-    out = attn_ext.attention_varlen(q, k, v, cu, cu, causal=True)
+    out = attention_varlen(q, k, v, cu, cu, causal=True)
     for b in range(3):
         rows = slice(int(cu[b]), int(cu[b + 1]))
-        alone = attn_ext.attention(*(x[rows].transpose(0, 1) for x in (q, k, v)), causal=True)
+        alone = attention(*(x[rows].transpose(0, 1) for x in (q, k, v)), causal=True)
         assert_same_bits(out[rows].transpose(0, 1), alone, f"sequence {b}")
 
 
 def test_boundaries_and_tensors_with_strides() -> None:
     q, k, v = make((18, 3, 4, 8)).unbind(1)
     cu = cumulative([5, 7, 6])
-    expected = attn_ext.attention_varlen(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu)
+    expected = attention_varlen(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu)
     strided = torch.stack([cu, cu], dim=1)[:, 0]
-    assert_same_bits(attn_ext.attention_varlen(q, k, v, strided, strided), expected, "strided")
+    assert_same_bits(attention_varlen(q, k, v, strided, strided), expected, "strided")
 
 
 def test_a_neighbour_with_nan_does_not_reach_a_packed_sequence() -> None:
     cu = cumulative([5, 7, 6])
     tensors = [make((18, 2, 4), seed=n) for n in range(3)]
-    clean = attn_ext.attention_varlen(*tensors, cu, cu)
+    clean = attention_varlen(*tensors, cu, cu)
     for t in tensors:
         t[5:12] = math.nan
-    out = attn_ext.attention_varlen(*tensors, cu, cu)
+    out = attention_varlen(*tensors, cu, cu)
     assert out[5:12].isnan().all()
     assert_same_bits(out[:5], clean[:5], "sequence 0")
     assert_same_bits(out[12:], clean[12:], "sequence 2")

@@ -250,6 +250,11 @@ void take_fault(int64_t* to, cuda::StreamHandle stream) {
   cuda::take_fault(to, stream);
 }
 
+cuda::ForwardPlan plan_forward(const ForwardParams& p) {
+  cuda::most_blocks = 0x7fffffff;  // as a GPU has them
+  return cuda::plan_forward(p);
+}
+
 }  // namespace attn_ext::cuda_sim
 
 // ---- As an ISA ------------------------------------------------------------------------------------------------------

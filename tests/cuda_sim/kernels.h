@@ -20,4 +20,6 @@ void check_cache(const cuda::CacheCheck& c, cuda::StreamHandle stream);
 void copy_numbers(const cuda::NumbersCopy& c, cuda::StreamHandle stream);
 void take_fault(int64_t* to, cuda::StreamHandle stream);
 
+cuda::ForwardPlan plan_forward(const ForwardParams& p);
+
 }  // namespace attn_ext::cuda_sim

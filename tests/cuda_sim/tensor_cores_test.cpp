@@ -1,11 +1,15 @@
 // What only the kernels on tensor cores can get wrong: their three widths, several blocks of rows, rows that do not come in
 // chunks of 16 bytes, NaN beside hidden pairs.
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <string>
 
 #include "cuda/kernels.h"
 #include "cuda/primitives.cuh"
+#include "cuda_sim/kernels.h"
 #include "problem.h"
+#include "simulator.h"
 #include "testing.h"
 
 namespace attn_ext::test {
@@ -113,6 +117,41 @@ TEST(tensor_cores, small_gpus) {
     cuda::most_shared = bytes;
     CHECK(cuda::fits_mma(forward) == forward_fits && cuda::fits_mma(backward) == backward_fits, "%zu bytes", bytes);
     check_case(c);
+  }
+  cuda::most_shared = 163 * 1024;
+}
+
+// What attn_ext.explain says a forward would launch is what it launches.
+TEST(tensor_cores, plans) {
+  for (const DType dtype : {DType::bfloat16, DType::float32}) {
+    for (const int64_t D : {64, 128, 200}) {
+      for (const size_t bytes : {size_t{163 * 1024}, size_t{48 * 1024}}) {
+        cuda::most_shared = bytes;
+        const Problem problem(
+            {.name = "plan", .dtype = dtype, .Hq = 4, .Hkv = 2, .Lq = 150, .Lk = 70, .D = D, .Dv = D});
+        ForwardParams p;
+        static_cast<AttentionParams&>(p) = problem.params();
+        const cuda::ForwardPlan plan = cuda_sim::plan_forward(p);
+        int64_t planned = 0, blocks = 0, launches = 0;
+        for (const cuda::Launch& launch : plan.launches) {
+          planned += launch.blocks;
+          CHECK(launch.shared_bytes <= bytes, "%zu of %zu bytes", launch.shared_bytes, bytes);
+        }
+        for (int run = 0; run < 2; ++run) {  // one of them with all its blocks
+          cuda_sim::reset_statistics();
+          run_forward(problem);
+          blocks = std::max(blocks, cuda_sim::statistics().blocks);
+          launches = cuda_sim::statistics().launches;
+        }
+        CHECK(static_cast<int64_t>(plan.launches.size()) == launches && planned == blocks, "D %ld: %ld blocks, not %ld",
+              long(D), long(blocks), long(planned));
+        const bool on_tensor_cores = dtype == DType::bfloat16 && (D == 64 || bytes > 100 * 1024);
+        const std::string kernel = on_tensor_cores ? "forward_mma" : "forward_general";
+        CHECK(plan.launches.front().kernel == kernel, "D %ld: %s", long(D), plan.launches.front().kernel.c_str());
+        const bool of_memory = dtype == DType::bfloat16 && !on_tensor_cores;
+        CHECK((std::string(plan.why).find("shared memory") != std::string::npos) == of_memory, "%s", plan.why);
+      }
+    }
   }
   cuda::most_shared = 163 * 1024;
 }
