@@ -19,7 +19,7 @@ bool is_for_tensor_cores(const AttentionParams& p) {
 }  // namespace
 
 void forward(const ForwardParams& p, StreamHandle stream) {
-  if (p.batch == 0 || p.Hq == 0 || p.Lq == 0) return;
+  if (!p.has_rows()) return;
   is_for_tensor_cores(p) && fits_mma(p) ? forward_mma(p, stream) : forward_general(p, stream);
 }
 
