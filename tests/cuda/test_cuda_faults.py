@@ -153,6 +153,8 @@ def test_new_tokens_that_no_sequence_has(dtype: torch.dtype, rotates: bool) -> N
     expect_fault(ValueError, "cu_seqlens", 2)
     assert out[: total - 1].isfinite().all() and out[: total - 1].any()
     assert not out[total - 1 :].any() and (lse[:, total - 1 :] == -math.inf).all()
+    for name in ("k_cache", "v_cache"):
+        assert cache[name][2, :, 3:5].any() and not cache[name][2, :, 5:].any()
 
 
 def test_row_positions() -> None:
