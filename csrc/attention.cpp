@@ -40,9 +40,6 @@ Tensor checked_statistics(const Call& call, const Tensor& q, const char* name, c
   return t.is_contiguous() ? t : contiguous_rows(t, t.size(0));
 }
 
-// Whether there is any row to compute.
-bool has_rows(const AttentionParams& p) { return p.batch > 0 && p.Hq > 0 && p.Lq > 0; }
-
 void check_like(const Call& call, const char* name, const Tensor& t, const Tensor& q, int64_t width) {
   std::vector<int64_t> sizes = sizes_of(q);
   sizes.back() = width;
@@ -62,7 +59,7 @@ Tensor attention_inference(Tensor q, Tensor k, Tensor v, int64_t causal, std::op
   call.set_causal(causal, scale, p);
   Tensor out = empty_in_order_of(q, p.Dv);
   p.out = call.view(out);
-  if (has_rows(p) && p.Dv > 0) run(p);
+  if (p.has_rows() && p.Dv > 0) run(p);
   return out;
 }
 
@@ -85,8 +82,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(
   p.lse = row_view_of(call, p, lse);
   p.row_max = row_view_of(call, p, row_max);
   p.row_sum = row_view_of(call, p, row_sum);
-  set_dead(p, {&out, &row_sum}, {&lse, &row_max});
-  if (has_rows(p)) run(p);
+  if (p.has_rows()) run(p);
   return {out, lse, row_max, row_sum};
 }
 
@@ -153,7 +149,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     p.dsinks = sink_gradients.data();
     result[5] = zeros({p.Hq}, sinks->scalar_type());
   }
-  if (grads != 0 && has_rows(p) && p.Lk > 0) run(p, q);
+  if (grads != 0 && p.has_rows() && p.Lk > 0) run(p, q);
   if (grads & of_sinks) sink_gradients.store(result[5]);
   return {result[0], result[1], result[2], result[3], result[4], result[5]};
 }
@@ -191,7 +187,7 @@ Tensor attention_weights(Tensor q, Tensor k, OptionalTensor mask, OptionalTensor
   ATTN_EXT_EXPECT(elements <= kMaxElements, "attention_weights",
                   "the weights would have more than 2^45 elements: ", Call::shapes(q, k, nullptr));
   Tensor weights = zeros(sizes, q.scalar_type());
-  if (!has_rows(p) || p.Lk == 0) return weights;
+  if (!p.has_rows() || p.Lk == 0) return weights;
   p.weights = view_of(weights);
 
   ATTN_EXT_EXPECT(row_max.has_value() == row_sum.has_value(), call.op, "row_max and row_sum must be given together");

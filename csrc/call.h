@@ -237,8 +237,10 @@ class Call {
                     of_k.size(0) - 1);
     p.batch = of_q.size(0) - 1;
     p.batch_inner = std::max<int64_t>(p.batch, 1);
-    p.Lq = longest(cu_q, p.Lq);
-    p.Lk = longest(cu_k, p.Lk);
+    p.total_q = p.Lq;
+    p.total_k = p.Lk;
+    p.Lq = longest(cu_q, p.total_q);
+    p.Lk = longest(cu_k, p.total_k);
     p.cu_q = cu_q.data();
     p.cu_k = cu_k.data();
   }

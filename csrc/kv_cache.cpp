@@ -154,7 +154,10 @@ class Cache : public Call {
     p.total_lengths = values_.totals();
     p.layout = layout_;
     p.scales = scales_;
-    if (packed) p.cu_q = values_.boundaries();
+    if (packed) {
+      p.cu_q = values_.boundaries();
+      p.total_q = q.size(0);
+    }
     set_causal(options.causal, options.scale, p);
     ATTN_EXT_EXPECT(p.causal != Causal::top_left, op, "causal must be 0 (off) or 2 (bottom-right) here, not 1");
     set_scores(options, p);
@@ -302,7 +305,10 @@ class Cache : public Call {
     p.D = from.size(from.dim() - 1);
     p.from = view(from);
     p.positions = positions;
-    if (packed) p.cu = values_.boundaries();
+    if (packed) {
+      p.cu = values_.boundaries();
+      p.total = from.size(0);
+    }
     if (turned && rotates()) {
       p.cos = cos_.data_ptr();
       p.sin = sin_.data_ptr();
@@ -344,14 +350,13 @@ std::tuple<Tensor, Tensor> attend(Cache& cache, const Tensor& q, const Tensor* k
   p.lse.data = lse.data_ptr();
   p.lse.stride_h = cache.packed ? q.size(0) : p.Lq;
   p.lse.stride_b = cache.packed ? 0 : p.Hq * p.Lq;
-  set_dead(p, {&out}, {&lse});
   Tensor turned;
   if (cache.rotates() && q.numel() > 0) {
     turned = cache.turned_queries(q);
     p.q = cache.view(turned);
   }
   if (k) cache.append_both(*k, *v);
-  if (p.batch > 0 && p.Hq > 0 && p.Lq > 0) run(p);
+  if (p.has_rows()) run(p);
   return {out, lse};
 }
 

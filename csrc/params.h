@@ -86,9 +86,11 @@ struct AttentionParams {
   const double* sinks = nullptr;         // [Hq] logits without a value
   const int64_t* key_lengths = nullptr;  // [batch], each in [0, Lk]
 
-  // Packed sequences: rows cu_q[b] … cu_q[b+1]-1 of q and out, cu_k likewise of k and v. Lq and Lk are then the longest.
+  // Packed sequences: rows cu_q[b] … cu_q[b+1]-1 of the total_q of q and out, cu_k likewise of k and v. Lq and Lk are then
+  // those of the longest, or the totals where the host does not know it (on a GPU).
   const int64_t* cu_q = nullptr;
   const int64_t* cu_k = nullptr;
+  int64_t total_q = 0, total_k = 0;
 
   // KV caches: sequence b has total_lengths[b] keys (null: Lk), found as the layout says. Lk is then the most of them.
   const int64_t* total_lengths = nullptr;
@@ -110,6 +112,9 @@ struct AttentionParams {
   const uint64_t* dropout_seed_at = nullptr;  // where the device has it, in the seed's place; null on the CPU
   uint32_t dropout_threshold = 0;             // a weight is dropped iff its 16 random bits are below; 65536 drops all
   double dropout_scale = 1.0;                 // 1 / (1 - p), p as rounded to 1/65536
+
+  // Whether there is any row to compute. (Packed rows that no sequence has count as well: a GPU's host cannot tell.)
+  bool has_rows() const { return (batch > 0 || cu_q != nullptr) && Hq > 0 && Lq > 0; }
 
   // The scores need work between q·k and the softmax (or the scale is 0, or so small that it is none of the scores'
   // normal numbers): they are then held scaled, in natural units, in "score units" otherwise (raw q·k). The row max is
@@ -135,8 +140,9 @@ struct AppendParams {
   CacheLayout layout;
   const int64_t* positions =
       nullptr;                  // [batch] where the first new token goes; on a GPU −1: nowhere, no row is written
-  const int64_t* cu = nullptr;  // packed: rows cu[b] … cu[b+1]-1 of `from`; null: n each
-  bool to_packed = false;       // `to` is laid out as `from` is, not as a cache
+  const int64_t* cu = nullptr;  // packed: rows cu[b] … cu[b+1]-1 of the `total` of `from`; null: n each
+  int64_t total = 0;
+  bool to_packed = false;  // `to` is laid out as `from` is, not as a cache
 
   // Rotary tables (positions, rotary_dim / 2), fp32 (fp64 for fp64): null turns nothing.
   const void* cos = nullptr;

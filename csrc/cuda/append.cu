@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "cuda/blocks.cuh"
 #include "cuda/kernels.h"
 #include "cuda/primitives.cuh"
 #include "cuda/scores.cuh"
@@ -81,22 +82,30 @@ ATTN_EXT_DEVICE void store_quantized(const AppendParams& p, const AppendedRow<T>
   if (lane == 0) store_global(reinterpret_cast<float*>(scale_at), scale);
 }
 
+// Rows of `from` that a head has of a batch entry, or of all packed sequences.
+ATTN_EXT_SHARED inline int64_t rows_of_head(const AppendParams& p) { return p.cu ? p.total : p.n; }
+
 template <class T>
 ATTN_EXT_KERNEL void append_kernel(ATTN_EXT_GRID_CONSTANT const AppendParams p, int64_t rows) {
   const int lane = thread_index() % kWarpSize;
   constexpr int64_t kWarps = kThreads / kWarpSize;
   for (int64_t r = block_index() * kWarps + thread_index() / kWarpSize; r < rows; r += block_count() * kWarps) {
-    const int64_t i = r % p.n, h = r / p.n % p.heads, b = r / p.n / p.heads;
-    const int64_t first = p.cu ? entry(p.cu + b) : 0, count = p.cu ? entry(p.cu + b + 1) - first : p.n;
-    if (i >= count) continue;
+    const int64_t length = rows_of_head(p), at = r % length, h = r / length % p.heads;
+    int64_t b = r / length / p.heads, first = 0, count = p.n;
+    if (p.cu) {
+      b = last_before(p.batch, at, [&](int64_t n) { return entry(p.cu + n); });
+      if (b == p.batch) continue;  // behind the last sequence
+      first = entry(p.cu + b);
+      count = entry(p.cu + b + 1) - first;
+    }
+    const int64_t i = at - first;
     // Of more tokens than a ring has places the last ones stay: others would be written to the same place at the same time.
     if (p.layout.ring > 0 && i < count - p.layout.ring) continue;
     const int64_t start = entry(p.positions + b);
     if (start < 0) continue;
     const int64_t position = start + i;
-    const AppendedRow<T> row(p, address(p.from, p.batch, b, h, first + i), position);
-    char* to =
-        p.to_packed ? address(p.to, p.batch, b, h, first + i) : cache_row(p.layout, p.to, p.batch, b, h, position);
+    const AppendedRow<T> row(p, address(p.from, p.batch, b, h, at), position);
+    char* to = p.to_packed ? address(p.to, p.batch, b, h, at) : cache_row(p.layout, p.to, p.batch, b, h, position);
     if (p.to.dtype == DType::int8) {
       store_quantized(p, row, lane, to, cache_row(p.layout, p.scale, p.batch, b, h, position));
       continue;
@@ -111,7 +120,7 @@ ATTN_EXT_KERNEL void append_kernel(ATTN_EXT_GRID_CONSTANT const AppendParams p, 
 
 template <class T>
 void launch_append(const AppendParams& p, StreamHandle stream) {
-  const int64_t rows = p.D > 0 ? p.batch * p.heads * p.n : 0;
+  const int64_t rows = p.D > 0 ? (p.cu ? 1 : p.batch) * p.heads * rows_of_head(p) : 0;
   launch_tasks("append", append_kernel<T>, pieces(rows, kThreads / kWarpSize), kThreads, 0, stream, p, rows);
 }
 

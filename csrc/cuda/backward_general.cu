@@ -330,9 +330,8 @@ ATTN_EXT_KERNEL void query_gradients(ATTN_EXT_GRID_CONSTANT const BackwardParams
                                      const typename Traits::Number* delta, ATTN_EXT_GRID_CONSTANT const Cut cut) {
   QueryGradients<Traits> block(p, delta);
   for (int64_t task = block_index(); task < cut.tasks; task += block_count()) {
-    const int64_t rows = task / cut.column_blocks, unit = rows / cut.blocks;
-    block.compute(unit / p.Hkv, unit % p.Hkv, rows % cut.blocks * Traits::kRows,
-                  task % cut.column_blocks * Traits::kColumns, cut.own_bias);
+    const BlockPlace at = place_of_rows<Traits::kRows>(p, cut.blocks, task / cut.column_blocks);
+    block.compute(at.b, at.hkv, at.begin, task % cut.column_blocks * Traits::kColumns, cut.own_bias);
   }
 }
 
@@ -341,9 +340,8 @@ ATTN_EXT_KERNEL void key_gradients(ATTN_EXT_GRID_CONSTANT const BackwardParams p
                                    ATTN_EXT_GRID_CONSTANT const Cut cut) {
   KeyGradients<Traits, of> block(p, delta);
   for (int64_t task = block_index(); task < cut.tasks; task += block_count()) {
-    const int64_t keys = task / cut.column_blocks, unit = keys / cut.blocks;
-    block.compute(unit / p.Hkv, unit % p.Hkv, keys % cut.blocks * Traits::kKeys,
-                  task % cut.column_blocks * Traits::kColumns);
+    const BlockPlace at = place_of_keys<Traits::kKeys>(p, cut.blocks, task / cut.column_blocks);
+    block.compute(at.b, at.hkv, at.begin, task % cut.column_blocks * Traits::kColumns);
   }
 }
 
@@ -365,16 +363,22 @@ ATTN_EXT_KERNEL void bias_gradients(ATTN_EXT_GRID_CONSTANT const BackwardParams 
 
 constexpr int kThreads = 128;
 
-// delta of every row: a warp a row of the padded shape.
+// Rows as they lie in memory: those of packed sequences end to end, as if they were one.
+struct RowsInMemory {
+  int64_t batch = 0, length = 0;
+
+  explicit RowsInMemory(const AttentionParams& p) : batch(p.cu_q ? 1 : p.batch), length(p.cu_q ? p.total_q : p.Lq) {}
+};
+
+// delta of every row: a warp a row.
 template <class T>
-ATTN_EXT_KERNEL void row_deltas(ATTN_EXT_GRID_CONSTANT const BackwardParams p, T* delta, int64_t rows) {
+ATTN_EXT_KERNEL void row_deltas(ATTN_EXT_GRID_CONSTANT const BackwardParams p, T* delta, const RowsInMemory rows) {
   const int lane = thread_index() % kWarpSize;
   constexpr int64_t kWarps = kThreads / kWarpSize;
-  for (int64_t r = block_index() * kWarps + thread_index() / kWarpSize; r < rows; r += block_count() * kWarps) {
-    const int64_t i = r % p.Lq, h = r / p.Lq % p.Hq, b = r / p.Lq / p.Hq;
-    const Sequence sequence = sequence_of(p, b);
-    if (i >= sequence.Lq) continue;
-    const int64_t row = sequence.q_row + i, offset = b * p.row_max.stride_b + h * p.row_max.stride_h + row;
+  const int64_t count = rows.batch * p.Hq * rows.length;
+  for (int64_t r = block_index() * kWarps + thread_index() / kWarpSize; r < count; r += block_count() * kWarps) {
+    const int64_t row = r % rows.length, h = r / rows.length % p.Hq, b = r / rows.length / p.Hq;
+    const int64_t offset = b * p.row_max.stride_b + h * p.row_max.stride_h + row;
     const T max = load_global(static_cast<const T*>(p.row_max.data) + offset);
     const T sum = load_global(static_cast<const T*>(p.row_sum.data) + offset);
     // A row that sees no key has no gradient, whatever comes in; with a sink its lse is the sink's logit.
@@ -397,16 +401,14 @@ ATTN_EXT_KERNEL void row_deltas(ATTN_EXT_GRID_CONSTANT const BackwardParams p, T
 
 // dsink_h = −Σ p_sink · delta: the sink is a key whose value is 0. A block a head; its threads' sums meet in halves.
 template <class T>
-ATTN_EXT_KERNEL void sink_gradients(ATTN_EXT_GRID_CONSTANT const BackwardParams p, const T* delta) {
+ATTN_EXT_KERNEL void sink_gradients(ATTN_EXT_GRID_CONSTANT const BackwardParams p, const T* delta,
+                                    const RowsInMemory rows) {
   auto* sums = reinterpret_cast<double*>(shared_memory());
   for (int64_t h = block_index(); h < p.Hq; h += block_count()) {
     const double sink = load_global(p.sinks + h);
     double total = 0;
-    for (int64_t r = thread_index(); r < p.batch * p.Lq; r += kThreads) {
-      const int64_t b = r / p.Lq, i = r % p.Lq;
-      const Sequence sequence = sequence_of(p, b);
-      if (i >= sequence.Lq) continue;
-      const int64_t offset = b * p.row_max.stride_b + h * p.row_max.stride_h + sequence.q_row + i;
+    for (int64_t r = thread_index(); r < rows.batch * rows.length; r += kThreads) {
+      const int64_t offset = r / rows.length * p.row_max.stride_b + h * p.row_max.stride_h + r % rows.length;
       const T sum = load_global(static_cast<const T*>(p.row_sum.data) + offset);
       if (sum == T(0)) continue;
       const auto max = static_cast<double>(load_global(static_cast<const T*>(p.row_max.data) + offset));
@@ -430,10 +432,12 @@ ATTN_EXT_KERNEL void sink_gradients(ATTN_EXT_GRID_CONSTANT const BackwardParams 
 template <class Traits>
 void backward_of(const BackwardParams& p, typename Traits::Number* delta, StreamHandle stream) {
   using T = typename Traits::Number;
-  const int64_t rows = p.batch * p.Hq * p.Lq;
-  launch_tasks("row_deltas", row_deltas<T>, pieces(rows, kThreads / kWarpSize), kThreads, 0, stream, p, delta, rows);
+  const RowsInMemory rows(p);
+  launch_tasks("row_deltas", row_deltas<T>, pieces(rows.batch * p.Hq * rows.length, kThreads / kWarpSize), kThreads, 0,
+               stream, p, delta, rows);
   if (p.dsinks) {
-    launch_tasks("sink_gradients", sink_gradients<T>, p.Hq, kThreads, kThreads * sizeof(double), stream, p, delta);
+    launch_tasks("sink_gradients", sink_gradients<T>, p.Hq, kThreads, kThreads * sizeof(double), stream, p, delta,
+                 rows);
   }
   Cut queries;
   for (int n = 0; n < kMaxBiases; ++n) {
@@ -452,17 +456,17 @@ void backward_of(const BackwardParams& p, typename Traits::Number* delta, Stream
                  delta, n, cut);
   }
   if (p.dq || queries.own_bias[0] || queries.own_bias[1]) {
-    queries.blocks = pieces(p.Hq / p.Hkv * p.Lq, Traits::kRows);
+    queries.blocks = row_blocks_of<Traits::kRows>(p);
     queries.column_blocks = p.dq ? pieces(p.D, Traits::kColumns) : 1;
-    queries.tasks = p.batch * p.Hkv * queries.blocks * queries.column_blocks;
+    queries.tasks = heads_of_blocks(p) * queries.blocks * queries.column_blocks;
     launch_tasks("query_gradients", query_gradients<Traits>, queries.tasks, Traits::kThreads, Traits::kSharedBytes,
                  stream, p, delta, queries);
   }
   const auto launch_keys = [&](auto kernel, const char* name, int64_t width) {
     Cut keys;
-    keys.blocks = pieces(p.Lk, Traits::kKeys);
+    keys.blocks = key_blocks_of<Traits::kKeys>(p);
     keys.column_blocks = pieces(width, Traits::kColumns);
-    keys.tasks = p.batch * p.Hkv * keys.blocks * keys.column_blocks;
+    keys.tasks = heads_of_blocks(p) * keys.blocks * keys.column_blocks;
     launch_tasks(name, kernel, keys.tasks, Traits::kThreads, Traits::kSharedBytes, stream, p, delta, keys);
   };
   if (p.dk) launch_keys(key_gradients<Traits, Of::keys>, "key_gradients", p.D);

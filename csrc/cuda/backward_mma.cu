@@ -377,9 +377,8 @@ ATTN_EXT_KERNEL void query_gradients_mma(ATTN_EXT_GRID_CONSTANT const BackwardPa
                                          int64_t row_blocks, int64_t tasks) {
   QueryGradientsMma<Traits> block(p, delta);
   for (int64_t task = block_index(); task < tasks; task = block.next_task()) {
-    const int64_t unit = task / row_blocks;
-    // Long rows first: with causal masks later rows see more keys.
-    block.compute(task, unit / p.Hkv, unit % p.Hkv, (row_blocks - 1 - task % row_blocks) * Traits::kRows);
+    const BlockPlace at = place_of_rows<Traits::kRows>(p, row_blocks, task);
+    block.compute(task, at.b, at.hkv, at.begin);
   }
 }
 
@@ -388,8 +387,8 @@ ATTN_EXT_KERNEL void key_gradients_mma(ATTN_EXT_GRID_CONSTANT const BackwardPara
                                        int64_t key_blocks, int64_t tasks) {
   KeyGradientsMma<Traits, of_keys, of_values> block(p, delta);
   for (int64_t task = block_index(); task < tasks; task = block.next_task()) {
-    const int64_t unit = task / key_blocks;
-    block.compute(task, unit / p.Hkv, unit % p.Hkv, task % key_blocks * Traits::kTileKeys);
+    const BlockPlace at = place_of_keys<Traits::kTileKeys>(p, key_blocks, task);
+    block.compute(task, at.b, at.hkv, at.begin);
   }
 }
 
@@ -407,14 +406,14 @@ struct GradientChoice {
 
 template <class Traits>
 void launch_queries(const BackwardParams& p, const float* delta, StreamHandle stream) {
-  const int64_t row_blocks = pieces(p.Hq / p.Hkv * p.Lq, Traits::kRows), tasks = p.batch * p.Hkv * row_blocks;
+  const int64_t row_blocks = row_blocks_of<Traits::kRows>(p), tasks = heads_of_blocks(p) * row_blocks;
   launch_tasks("query_gradients_mma", query_gradients_mma<Traits>, tasks, Traits::kThreads, Traits::kSharedBytes,
                stream, p, delta, row_blocks, tasks);
 }
 
 template <class Traits, bool of_keys, bool of_values>
 void launch_keys(const BackwardParams& p, const float* delta, StreamHandle stream) {
-  const int64_t key_blocks = pieces(p.Lk, Traits::kTileKeys), tasks = p.batch * p.Hkv * key_blocks;
+  const int64_t key_blocks = key_blocks_of<Traits::kTileKeys>(p), tasks = heads_of_blocks(p) * key_blocks;
   launch_tasks("key_gradients_mma", key_gradients_mma<Traits, of_keys, of_values>, tasks, Traits::kThreads,
                Traits::kSharedBytes, stream, p, delta, key_blocks, tasks);
 }

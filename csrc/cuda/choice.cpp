@@ -31,7 +31,7 @@ const char* why_forward_general(const ForwardParams& p) {
 }  // namespace
 
 void forward(const ForwardParams& p, StreamHandle stream) {
-  if (p.batch == 0 || p.Hq == 0 || p.Lq == 0) return;
+  if (!p.has_rows()) return;
   why_forward_general(p) == nullptr ? forward_mma(p, stream) : forward_general(p, stream);
 }
 

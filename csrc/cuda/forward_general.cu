@@ -127,7 +127,7 @@ class ForwardBlock : TileBlock<Traits> {
   typename Base::Sums acc_;
 };
 
-// How the work is cut: tasks are numbered by (b, hkv, block of rows, block of columns), the last one running fastest.
+// How the work is cut: tasks are numbered as blocks.cuh says, and for each block of rows by block of columns.
 struct ForwardTasks {
   int64_t row_blocks = 0, column_blocks = 0, count = 0;
 };
@@ -136,10 +136,8 @@ template <class Traits>
 ATTN_EXT_KERNEL void forward_general(ATTN_EXT_GRID_CONSTANT const ForwardParams p, const ForwardTasks tasks) {
   ForwardBlock<Traits> block(p);
   for (int64_t task = block_index(); task < tasks.count; task += block_count()) {
-    const int64_t rows = task / tasks.column_blocks, unit = rows / tasks.row_blocks;
-    // Long rows first: with causal masks later rows see more keys.
-    const int64_t row_block = tasks.row_blocks - 1 - rows % tasks.row_blocks;
-    block.compute(unit / p.Hkv, unit % p.Hkv, row_block * Traits::kRows, task % tasks.column_blocks * Traits::kColumns);
+    const BlockPlace at = place_of_rows<Traits::kRows>(p, tasks.row_blocks, task / tasks.column_blocks);
+    block.compute(at.b, at.hkv, at.begin, task % tasks.column_blocks * Traits::kColumns);
   }
 }
 
@@ -148,10 +146,10 @@ ATTN_EXT_KERNEL void forward_general(ATTN_EXT_GRID_CONSTANT const ForwardParams 
 template <class Traits>
 void launch_general(const ForwardParams& p, StreamHandle stream) {
   ForwardTasks tasks;
-  tasks.row_blocks = pieces(p.Hq / p.Hkv * p.Lq, Traits::kRows);
+  tasks.row_blocks = row_blocks_of<Traits::kRows>(p, true);
   tasks.column_blocks =
       p.Dv > 0 ? pieces(p.Dv, Traits::kColumns) : 1;  // without columns there are still the statistics
-  tasks.count = p.batch * p.Hkv * tasks.row_blocks * tasks.column_blocks;
+  tasks.count = heads_of_blocks(p) * tasks.row_blocks * tasks.column_blocks;
   launch_tasks("forward_general", forward_general<Traits>, tasks.count, Traits::kThreads, Traits::kSharedBytes, stream,
                p, tasks);
 }

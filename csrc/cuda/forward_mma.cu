@@ -150,9 +150,8 @@ ATTN_EXT_KERNEL void forward_mma_kernel(ATTN_EXT_GRID_CONSTANT const ForwardPara
                                         int64_t tasks) {
   ForwardMmaBlock<Traits> block(p);
   for (int64_t task = block_index(); task < tasks; task = block.next_task()) {
-    const int64_t unit = task / row_blocks;
-    // Long rows first: with causal masks later rows see more keys.
-    block.compute(task, unit / p.Hkv, unit % p.Hkv, (row_blocks - 1 - task % row_blocks) * Traits::kRows);
+    const BlockPlace at = place_of_rows<Traits::kRows>(p, row_blocks, task);
+    block.compute(task, at.b, at.hkv, at.begin);
   }
 }
 
@@ -160,7 +159,7 @@ ATTN_EXT_KERNEL void forward_mma_kernel(ATTN_EXT_GRID_CONSTANT const ForwardPara
 
 template <class Traits>
 void launch_mma(const ForwardParams& p, StreamHandle stream) {
-  const int64_t row_blocks = pieces(p.Hq / p.Hkv * p.Lq, Traits::kRows), tasks = p.batch * p.Hkv * row_blocks;
+  const int64_t row_blocks = row_blocks_of<Traits::kRows>(p, true), tasks = heads_of_blocks(p) * row_blocks;
   launch_tasks("forward_mma", forward_mma_kernel<Traits>, tasks, Traits::kThreads, Traits::kSharedBytes, stream, p,
                row_blocks, tasks);
 }

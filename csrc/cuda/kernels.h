@@ -1,5 +1,5 @@
 // The CUDA kernels as functions over params whose pointers are device memory: queued on a stream, never waited for. forward
-// writes every row of every sequence. Gradients and weights come in as zeros: what a kernel adds nothing to it does not write.
+// writes every row, also those of packed tensors that no sequence has. Gradients and weights come in as zeros: what a kernel adds nothing to it does not write.
 #pragma once
 
 #include <cstddef>

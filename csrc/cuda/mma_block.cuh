@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "cuda/blocks.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/scores.cuh"
 #include "philox.h"
@@ -107,7 +108,7 @@ class MmaBlock {
   ATTN_EXT_DEVICE void begin_task(int64_t number, int64_t b, int64_t hkv) const {
     sync_block();  // what was there before has been read
     if (thread_index() == 0) {
-      store_shared(sequence_, MmaSequence{sequence_of(p_, b), hkv});
+      store_shared(sequence_, MmaSequence{sequence_at(p_, b), hkv});
       store_shared(task_, MmaTask{ScoreUnits<float>(p_), number});
     }
     sync_block();

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "cuda/blocks.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/scores.cuh"
 
@@ -52,7 +53,7 @@ class ScoreBlock {
 
   // Turns to batch entry b and key/value head hkv.
   ATTN_EXT_DEVICE void begin_sequence(int64_t b, int64_t hkv) {
-    sequence_ = sequence_of(p_, b);
+    sequence_ = sequence_at(p_, b);
     hkv_ = hkv;
   }
 

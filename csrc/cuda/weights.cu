@@ -48,8 +48,8 @@ template <class Traits>
 ATTN_EXT_KERNEL void weights_kernel(ATTN_EXT_GRID_CONSTANT const WeightsParams p, int64_t row_blocks, int64_t tasks) {
   WeightsBlock<Traits> block(p);
   for (int64_t task = block_index(); task < tasks; task += block_count()) {
-    const int64_t unit = task / row_blocks;
-    block.compute(unit / p.Hkv, unit % p.Hkv, task % row_blocks * Traits::kRows);
+    const BlockPlace at = place_of_rows<Traits::kRows>(p, row_blocks, task);
+    block.compute(at.b, at.hkv, at.begin);
   }
 }
 
@@ -57,7 +57,7 @@ ATTN_EXT_KERNEL void weights_kernel(ATTN_EXT_GRID_CONSTANT const WeightsParams p
 
 template <class Traits>
 void launch_weights(const WeightsParams& p, StreamHandle stream) {
-  const int64_t row_blocks = pieces(p.Hq / p.Hkv * p.Lq, Traits::kRows), tasks = p.batch * p.Hkv * row_blocks;
+  const int64_t row_blocks = row_blocks_of<Traits::kRows>(p), tasks = heads_of_blocks(p) * row_blocks;
   launch_tasks("weights", weights_kernel<Traits>, tasks, Traits::kThreads, Traits::kScoresBytes, stream, p, row_blocks,
                tasks);
 }
@@ -65,7 +65,7 @@ void launch_weights(const WeightsParams& p, StreamHandle stream) {
 }  // namespace
 
 void weights(const WeightsParams& p, StreamHandle stream) {
-  if (p.batch == 0 || p.Hq == 0 || p.Lq == 0) return;
+  if (!p.has_rows()) return;
   if (p.q.dtype == DType::float64) {
     launch_weights<ScoreTraits<double, double>>(p, stream);
   } else {

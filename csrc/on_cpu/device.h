@@ -5,7 +5,6 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <cstdint>
-#include <initializer_list>
 #include <new>
 #include <vector>
 
@@ -117,9 +116,6 @@ class CacheValues {
   const int32_t* table_ = nullptr;
   int64_t table_stride_ = 0;
 };
-
-// Rows of a packed call that no sequence holds: on the CPU, whose boundaries end with the last row, there are none.
-inline void set_dead(const AttentionParams&, std::initializer_list<Tensor*>, std::initializer_list<Tensor*>) {}
 
 // ---- Kernels --------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <limits>
 #include <stdexcept>
 
 #include "cuda/kernels.h"
@@ -187,12 +186,6 @@ void CacheValues::attend(const CacheShape& shape, int64_t count, bool, ForwardPa
 void CacheValues::settle(const CacheShape& shape) {
   if (shape.packed) kernels::check_boundaries(boundaries_, current_stream());
   kernels::check_cache(check_, current_stream());
-}
-
-void set_dead(const AttentionParams& p, std::initializer_list<Tensor*> zeros, std::initializer_list<Tensor*> logs) {
-  if (p.cu_q == nullptr) return;
-  for (Tensor* t : zeros) torch::stable::zero_(*t);
-  for (Tensor* t : logs) torch::stable::fill_(*t, -std::numeric_limits<double>::infinity());
 }
 
 // ---- Kernels --------------------------------------------------------------------------------------------------------

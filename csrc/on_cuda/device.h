@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <type_traits>
 
 #include "cache_shape.h"
@@ -111,10 +110,6 @@ class CacheValues {
   Workspace<int64_t> cu_;
   Workspace<int32_t> table_;
 };
-
-// Rows of a packed call that no sequence holds, where boundaries are wrong: `zeros` become 0 there, `logs` −Inf. (The host
-// cannot know whether there are any.)
-void set_dead(const AttentionParams& p, std::initializer_list<Tensor*> zeros, std::initializer_list<Tensor*> logs);
 
 // ---- Kernels --------------------------------------------------------------------------------------------------------
 

@@ -175,6 +175,7 @@ TEST(cache, packed_queries) {
     p.out = want.view();
     cpu::kernels().forward(p, threads(1));
     p.cu_q = cu.data();
+    p.total_q = cu.back();
     p.q = q.view();
     p.out = out.view();
     cpu::kernels().forward(p, threads(1));

@@ -274,8 +274,49 @@ TEST(packed, sequences) {
       c.softcap = 2;
       check_case(c);
     }
+    check_case({.name = "packed, one sequence",
+                .dtype = dtype,
+                .Hq = 6,
+                .Hkv = 2,
+                .D = 8,
+                .cu_q = {0, 130},
+                .cu_k = {0, 70},
+                .causal = Causal::bottom_right});
     check_case({.name = "packed, empty", .dtype = dtype, .cu_q = {0, 0, 0}, .cu_k = {0, 0, 4}});
     check_case({.name = "packed, no sequences", .dtype = dtype, .cu_q = {0}, .cu_k = {0}});
+  }
+}
+
+// Far more sequences than blocks of rows: most are short, many have no queries or no keys, and so have the first and last.
+TEST(packed, many_sequences) {
+  Random random(5);
+  std::vector<int64_t> cu_q = {0, 0, 0, 0}, cu_k = {0, 0, 0, 7};
+  while (cu_q.size() < 69) {
+    const bool is_long = cu_q.size() % 20 == 0;
+    cu_q.push_back(cu_q.back() + (is_long ? 60 + random.below(30) : random.chance(0.3) ? 0 : random.below(7)));
+    cu_k.push_back(cu_k.back() + (is_long ? 40 + random.below(60) : random.chance(0.3) ? 0 : random.below(9)));
+  }
+  for (std::vector<int64_t>* cu : {&cu_q, &cu_k}) cu->insert(cu->end(), 2, cu->back());
+  for (const DType dtype : kDTypes) {
+    check_case({.name = "many sequences",
+                .dtype = dtype,
+                .Hq = 6,
+                .Hkv = 2,
+                .D = 8,
+                .Dv = 5,
+                .layout = Layout::transposed,
+                .alibi = 2,
+                .sinks = true,
+                .cu_q = cu_q,
+                .cu_k = cu_k,
+                .causal = Causal::bottom_right,
+                .grad_lse = true,
+                .poison_hidden = true});
+    check_case({.name = "many sequences, all empty",
+                .dtype = dtype,
+                .Hq = 2,
+                .cu_q = std::vector<int64_t>(71),
+                .cu_k = std::vector<int64_t>(71)});
   }
 }
 

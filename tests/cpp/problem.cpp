@@ -262,6 +262,8 @@ AttentionParams Problem::params() const {
   if (packed()) {
     p.cu_q = c.cu_q.data();
     p.cu_k = c.cu_k.data();
+    p.total_q = c.cu_q.back();
+    p.total_k = c.cu_k.back();
   }
   p.num_queries = c.Lq;
   if (!c.row_positions.empty()) {
@@ -291,7 +293,7 @@ Forward run_forward(const Problem& problem, int thread_count) {
   p.lse = row_view(problem, f.lse);
   p.row_max = row_view(problem, f.row_max);
   p.row_sum = row_view(problem, f.row_sum);
-  if (p.batch > 0 && p.Hq > 0 && p.Lq > 0) cpu::kernels().forward(p, threads(thread_count));
+  if (p.has_rows()) cpu::kernels().forward(p, threads(thread_count));
   return f;
 }
 
@@ -321,7 +323,7 @@ Gradients run_backward(const Problem& problem, const Forward& forward, int threa
     g.dsinks.fill(0);
     p.dsinks = static_cast<double*>(g.dsinks.view().data);
   }
-  if (p.batch > 0 && p.Hq > 0 && p.Lq > 0 && p.Lk > 0) cpu::kernels().backward(p, threads(thread_count));
+  if (p.has_rows() && p.Lk > 0) cpu::kernels().backward(p, threads(thread_count));
   return g;
 }
 

@@ -90,6 +90,16 @@ def test_packed_tokens_come_and_attend(dtype: torch.dtype, kind: str, option: st
 
 
 @pytest.mark.parametrize("kind", STORES)
+def test_packed_tokens_of_many_sequences(dtype: torch.dtype, kind: str) -> None:
+    """Empty ones at the start, among the others and at the end."""
+    ends = [0, 0, *(n * 5 % 4 for n in range(30)), 21, 0, 33, 0, 0]
+    sequences = tokens([max(n, 1) for n in ends], dtype)
+    twins = Twins(kind, len(ends), 36, dtype)
+    (q, k, v), cu = packed(sequences, [(0, end) for end in ends])
+    twins.attend(q, cache_lengths=torch.zeros(len(ends), dtype=torch.int32), k=k, v=v, cu_seqlens=cu)
+
+
+@pytest.mark.parametrize("kind", STORES)
 def test_chunks_and_single_tokens_have_the_bits_of_one_pass(kind: str) -> None:
     sequences = tokens([37, 37])
     cache = store(kind, 2, 40)

@@ -99,6 +99,64 @@ def test_boundaries(cu: list[int], sequence: int, right: int, of: str) -> None:
     assert not grads[0][left_q[-1] :].any() and not grads[1][left_k[-1] :].any()
 
 
+@pytest.fixture
+def memory_is_nan() -> Iterator[None]:
+    """New memory holds NaN: what a kernel leaves out is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("memory_is_nan")
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k", "right", "sequence"),
+    [
+        ([0, 4, 7, 9], [0, 30, 31, 40], [0, 4, 7, 9, 100], 2),  # ends before the last row
+        ([1, 4, 7, 100], [0, 30, 31, 40], [0, 0, 0, 0, 100], 0),  # from another row
+        ([0], [0], [0, 100], 0),  # no sequence
+    ],
+)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_that_no_sequence_has(
+    dtype: torch.dtype, cu_q: list[int], cu_k: list[int], right: list[int], sequence: int, sinks: bool
+) -> None:
+    """They are those of one more sequence, which has no keys."""
+    given = [make((100, 4, 4), dtype, seed=1), *(make((cu_k[-1], 2, 4), dtype, seed=n) for n in (2, 3))]
+    if sinks:
+        given.append(torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    found = []
+    for boundaries in ((cu_q, cu_k), (right, [*cu_k, cu_k[-1]])):
+        q, k, v, *more = (t.detach().requires_grad_(True) for t in given)
+        options = {"sinks": more[0] if sinks else None, "return_lse": True}
+        out, lse = attn_ext.attention_varlen(q, k, v, *map(torch.tensor, boundaries), **options)
+        loss = out.square().sum() + lse[lse > -math.inf].sum()
+        grads = torch.autograd.grad(loss, [q, k, v, *more])
+        if boundaries[0] is cu_q:
+            expect_fault(ValueError, "cu_seqlens", sequence)
+        found.append((out, lse, *grads))
+    for n, (a, b) in enumerate(zip(*found, strict=True)):
+        assert_same_bits(a, b, f"result {n}")
+    assert not found[0][0][right[-2] :].any()
+
+
+@pytest.mark.usefixtures("memory_is_nan")
+@pytest.mark.parametrize("rotates", [False, True])
+def test_new_tokens_that_no_sequence_has(dtype: torch.dtype, rotates: bool) -> None:
+    cache, call = filled("contiguous", True, dtype)
+    if rotates:
+        angle = torch.arange(40)[:, None] * torch.tensor([1.0, 0.1])
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        call["rotary"] = angle.cos().to(exact), angle.sin().to(exact)
+    total = call["q"].shape[0]
+    call["cu_seqlens"] = torch.tensor([0, 2, 3, total - 1])
+    out, lse = attn_ext.attention_with_kv_cache(**cache, **call, return_lse=True)
+    expect_fault(ValueError, "cu_seqlens", 2)
+    assert out[: total - 1].isfinite().all() and out[: total - 1].any()
+    assert not out[total - 1 :].any() and (lse[:, total - 1 :] == -math.inf).all()
+    for name in ("k_cache", "v_cache"):
+        assert cache[name][2, :, 3:5].any() and not cache[name][2, :, 5:].any()
+
+
 def test_row_positions() -> None:
     q, k, _ = Shape(1, 1, 1, 3, 9, 4).qkv()
     for wrong in (-1, 9, HUGE):
@@ -157,10 +215,12 @@ def attempt(
             assert torch.equal(after[name].nan_to_num(), cache[name].nan_to_num())
 
 
-def filled(kind: str, packs: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def filled(
+    kind: str, packs: bool, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A cache of three sequences with 5, 8 and 3 tokens of at most 12, and a call that brings more."""
-    sequences = tokens([12, 12, 12])
-    cache = store(kind, 3, 12)
+    sequences = tokens([12, 12, 12], dtype)
+    cache = store(kind, 3, 12, dtype)
     for t in cache.values():
         if t.is_floating_point():
             t.zero_()

@@ -102,6 +102,9 @@ LENGTHS = {
     "as many keys as queries": ([5, 1, 33, 3], [5, 1, 33, 3]),
     "other numbers of keys": ([5, 1, 66, 3], [7, 40, 2, 33]),
     "empty sequences": ([4, 0, 3, 6, 0], [5, 2, 0, 6, 0]),
+    "empty ones at the start": ([0, 0, 3, 34], [2, 0, 5, 34]),
+    "one sequence": ([70], [40]),
+    "all empty": ([0, 0, 0], [0, 4, 0]),
 }
 VARLEN: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -126,7 +129,20 @@ def cumulative(lengths: list[int]) -> Tensor:
 @pytest.mark.parametrize("option", VARLEN)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_packed_sequences_and_their_gradients(lengths: str, option: str) -> None:
-    lq, lk = LENGTHS[lengths]
+    check_packed(*LENGTHS[lengths], option)
+
+
+def test_many_packed_sequences() -> None:
+    """Far more of them than blocks of rows: most are short, some empty, few long."""
+    lq = [0, *(n * 7 % 5 for n in range(67)), 0, 0]
+    lk = [3, *(n * 5 % 7 for n in range(67)), 0, 2]
+    lq[20] = lk[20] = 75
+    lq[40], lk[50] = 40, 70
+    check_packed(lq, lk, "many")
+
+
+def check_packed(lq: list[int], lk: list[int], option: str) -> None:
+    """Outputs and gradients of sequences of those lengths, in every dtype, beside the reference's."""
     cu_q, cu_k = cumulative(lq), cumulative(lk).long()
     seed = torch.tensor(12345)
     for dtype in DTYPES:

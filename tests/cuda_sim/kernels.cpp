@@ -20,8 +20,8 @@ struct Counts {
       : outer(p.cu_q ? 1 : p.batch / std::max<int64_t>(p.batch_inner, 1)),
         inner(p.cu_q ? 1 : p.batch_inner),
         batch(p.cu_q ? 1 : p.batch),
-        q_rows(p.cu_q ? p.cu_q[p.batch] : p.Lq),
-        k_rows(p.cu_k ? p.cu_k[p.batch] : p.Lk),
+        q_rows(p.cu_q ? p.total_q : p.Lq),
+        k_rows(p.cu_k ? p.total_k : p.Lk),
         element(p.q.dtype == DType::float64 ? 8 : 4) {}
 };
 
@@ -180,7 +180,7 @@ void weights(const WeightsParams& p, cuda::StreamHandle stream) {
 void append(const AppendParams& p, cuda::StreamHandle stream) {
   choose_blocks();
   Allowed allowed;
-  const int64_t total = p.cu ? p.cu[p.batch] : p.n;
+  const int64_t total = p.cu ? p.total : p.n;
   int64_t end = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
     if (p.positions[b] >= 0) end = std::max(end, p.positions[b] + (p.cu ? p.cu[b + 1] - p.cu[b] : p.n));

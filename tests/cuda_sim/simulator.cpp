@@ -461,6 +461,8 @@ void run(const Launch& launch, const std::function<void()>& body) {
   std::mt19937_64 random(static_cast<uint64_t>(launch.blocks) * 1000 + static_cast<uint64_t>(launch.threads));
   std::shuffle(order.begin(), order.end(), random);
   ++total.launches;
+  int64_t& largest = total.largest[launch.name];
+  largest = std::max(largest, launch.blocks);
   for (const int64_t index : order) {
     Block block(launch, body, index, random());
     block.run();

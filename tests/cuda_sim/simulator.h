@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <stdexcept>
 #include <string>
 
@@ -69,6 +70,7 @@ struct Launch {
 // What the launches of a kernel, or of several, did.
 struct Statistics {
   int64_t launches = 0, blocks = 0;
+  std::map<std::string, int64_t> largest;       // launch of each kernel, in blocks
   int64_t global_loads = 0, global_stores = 0;  // one a thread
   // Where reset_statistics asked for them (they take a third of the time).
   int64_t shared_accesses = 0;  // one a warp, and a phase of it where lanes take 8 or 16 bytes
