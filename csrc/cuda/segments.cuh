@@ -1,7 +1,7 @@
-// A row's keys in segments, by position, so that several blocks can share them: each segment has a max, a sum and sums of
-// v of its own, and these are joined left to right. Every forward does that, whether a block walks over all segments of its
-// rows or each has a block of its own: who computes a segment changes no bit. What a segment is depends on nothing that
-// the batch or the lengths on the device say.
+// A row's keys in segments, by position: each has a max, a sum and sums of v of its own, and these are joined left to right.
+// Every forward does that, whether a block walks over all segments of its rows or each has a block of its own: so who
+// computes a segment changes no bit. What a segment is depends on the most keys that the sequence can have, and on nothing
+// that others of the batch, or lengths that the device knows, could change.
 #pragma once
 
 #include <cstdint>
