@@ -11,11 +11,13 @@
 //     p → shared memory, v → shared memory; acc += p · v, a thread has 4 (2) rows × kColumns / 8 columns
 //
 // Tiles begin at multiples of 32 of the key's position, and a row's sums run over its keys in one order whatever the other
-// rows of the block are: a row has the same bits in every batch.
+// rows of the block are, segment by segment (segments.cuh): a row has the same bits in every batch.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
 #include "cuda/kernels.h"
+#include "cuda/segments.cuh"
 #include "cuda/tile_block.cuh"
 
 namespace attn_ext::cuda {
@@ -34,18 +36,51 @@ class ForwardBlock : TileBlock<Traits> {
   using Base = TileBlock<Traits>;
   using T = typename Traits::Number;
   using Base::lane_;
+  using Base::own_row_;
   using Base::real_;
   using Base::row_;
   using Base::sequence_;
   using Base::units_;
 
  public:
-  ATTN_EXT_DEVICE explicit ForwardBlock(const ForwardParams& p) : Base(p), p_(p) {}
+  ATTN_EXT_DEVICE ForwardBlock(const ForwardParams& p, const Split& split) : Base(p), p_(p), split_(split) {}
 
-  // Rows row_begin … of key/value head hkv of batch entry b, output columns column_begin …
-  ATTN_EXT_DEVICE void compute(int64_t b, int64_t hkv, int64_t row_begin, int64_t column_begin) {
+  // Rows row_begin … of key/value head hkv of batch entry b, output columns column_begin … Where keys are shared out: their
+  // segment of that place, which is number `partial` of all.
+  ATTN_EXT_DEVICE void compute(int64_t b, int64_t hkv, int64_t row_begin, int64_t column_begin, int64_t place,
+                               int64_t partial) {
     Base::begin_sequence(b, hkv);
     if (!Base::begin_rows(row_begin, Base::stacked_rows())) return;
+    const int64_t keys = segment_keys(p_, sequence_);
+    const bool shares = split_.places > 0;
+    if (shares && Base::key_lo_ < Base::key_hi_) {
+      const int64_t begin = segment_at(split_, place, Base::key_lo_, keys) * keys;
+      Base::keep_keys({begin, begin + keys});
+    }
+    clear();
+    if (Base::key_lo_ < Base::key_hi_) {
+      Before memory;
+      Before& before = *out_of_registers(&memory);
+      int64_t segment = Base::key_lo_ / keys * keys;
+      compute_segment(segment, keys, column_begin);
+      for (segment += keys; segment < Base::key_hi_; segment += keys) {
+        put_aside(before);
+        compute_segment(segment, keys, column_begin);
+        join(segment, before);
+      }
+      if (shares) store_partial(partial, column_begin);
+    }
+    if (!shares) finish(column_begin);
+  }
+
+ private:
+  // What the own rows have come to in the segments before, like max_, sum_ and acc_.
+  struct Before {
+    T max[Traits::kOwnRows], sum[Traits::kOwnRows];
+    typename Base::Sums acc;
+  };
+
+  ATTN_EXT_DEVICE void clear() {
     ATTN_EXT_UNROLL
     for (int m = 0; m < Traits::kOwnRows; ++m) {
       max_[m] = -kInfinity<T>;
@@ -53,7 +88,44 @@ class ForwardBlock : TileBlock<Traits> {
       ATTN_EXT_UNROLL
       for (Four<T>& vector : acc_[m]) vector = {};
     }
-    for (int64_t start = Base::first_tile(); start < Base::key_hi_; start += Traits::kKeys) {
+  }
+
+  ATTN_EXT_DEVICE void put_aside(Before& before) {
+    ATTN_EXT_UNROLL
+    for (int m = 0; m < Traits::kOwnRows; ++m) {
+      before.max[m] = max_[m];
+      before.sum[m] = sum_[m];
+      ATTN_EXT_UNROLL
+      for (int c = 0; c < Traits::kVectors; ++c) before.acc[m][c] = acc_[m][c];
+    }
+    clear();
+  }
+
+  // Joins what the rows have come to in the segment that begins at key `begin` with the segments before.
+  ATTN_EXT_DEVICE void join(int64_t begin, const Before& before) {
+    ATTN_EXT_UNROLL
+    for (int m = 0; m < Traits::kOwnRows; ++m) {
+      if (!real_[m] || row_[m].keys.lo >= begin) continue;
+      const bool sees = row_[m].keys.hi > begin;  // else the row stays as it is, down to the sign of a zero
+      const Joint<T> joint = join_segments(units_, before.max[m], before.sum[m], max_[m], sum_[m]);
+      max_[m] = joint.max;
+      sum_[m] = joint.sum;
+      ATTN_EXT_UNROLL
+      for (int c = 0; c < Traits::kVectors; ++c) {
+        ATTN_EXT_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          const T left = before.acc[m][c].x[e];
+          acc_[m][c].x[e] = sees ? joint(left, acc_[m][c].x[e]) : left;
+        }
+      }
+    }
+  }
+
+  // The keys of one segment, those that a row may see.
+  ATTN_EXT_DEVICE void compute_segment(int64_t begin, int64_t keys, int64_t column_begin) {
+    const int64_t end = Smallest()(begin + keys, Base::key_hi_);
+    static_assert(1024 % Traits::kKeys == 0);
+    for (int64_t start = Largest()(begin, Base::first_tile()); start < end; start += Traits::kKeys) {
       typename Base::Scores x;
       Base::compute_scores(start, x);
       T v_scales[Traits::kOwnKeys];
@@ -69,10 +141,8 @@ class ForwardBlock : TileBlock<Traits> {
       const uint32_t* hidden = Base::template load_factor<typename Traits::Kv>(p_.v, T(1), column_begin, p_.Dv, row_at);
       Base::multiply_tile(hidden, acc_);
     }
-    finish(column_begin);
   }
 
- private:
   // Turns the scores of own row m into weights, on their way to shared memory, and moves the row's max, sum and acc along.
   ATTN_EXT_DEVICE void softmax(int m, int64_t start, const T (&x)[Traits::kOwnKeys],
                                const T (&v_scales)[Traits::kOwnKeys]) {
@@ -122,36 +192,63 @@ class ForwardBlock : TileBlock<Traits> {
     }
   }
 
+  // Stores what the rows have come to in their one segment.
+  ATTN_EXT_DEVICE void store_partial(int64_t number, int64_t column_begin) const {
+    const Partial<T> partial(p_, split_, number);
+    ATTN_EXT_UNROLL
+    for (int m = 0; m < Traits::kOwnRows; ++m) {
+      if (!real_[m]) continue;
+      const int r = own_row_ + m;
+      T* columns = partial.columns(r);
+      ATTN_EXT_UNROLL
+      for (int c = 0; c < Traits::kVectors; ++c) {
+        ATTN_EXT_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          const int64_t column = column_begin + (c * Traits::kLanesPerRow + lane_) * 4 + e;
+          if (column < p_.Dv) store_global(columns + column, acc_[m][c].x[e]);
+        }
+      }
+      if (lane_ != 0 || column_begin != 0) continue;
+      store_global(partial.max(r), max_[m]);
+      store_global(partial.sum(r), sum_[m]);
+    }
+  }
+
   const ForwardParams& p_;
+  const Split& split_;
   T max_[Traits::kOwnRows], sum_[Traits::kOwnRows];
   typename Base::Sums acc_;
 };
 
-// How the work is cut: tasks are numbered as blocks.cuh says, and for each block of rows by block of columns.
+// How the work is cut: tasks are numbered as blocks.cuh says, for each block of rows by place of a segment where keys are
+// shared out (there is one block of rows then), and for each of those by block of columns.
 struct ForwardTasks {
   int64_t row_blocks = 0, column_blocks = 0, count = 0;
 };
 
 template <class Traits>
-ATTN_EXT_KERNEL void forward_general(ATTN_EXT_GRID_CONSTANT const ForwardParams p, const ForwardTasks tasks) {
-  ForwardBlock<Traits> block(p);
+ATTN_EXT_KERNEL void forward_general(ATTN_EXT_GRID_CONSTANT const ForwardParams p,
+                                     ATTN_EXT_GRID_CONSTANT const Split split, const ForwardTasks tasks) {
+  ForwardBlock<Traits> block(p, split);
+  const int64_t places = split.places == 0 ? 1 : split.places;
   for (int64_t task = block_index(); task < tasks.count; task += block_count()) {
-    const BlockPlace at = place_of_rows<Traits::kRows>(p, tasks.row_blocks, task / tasks.column_blocks);
-    block.compute(at.b, at.hkv, at.begin, task % tasks.column_blocks * Traits::kColumns);
+    const int64_t rows = task / tasks.column_blocks, column = task % tasks.column_blocks * Traits::kColumns;
+    const BlockPlace at = place_of_rows<Traits::kRows>(p, tasks.row_blocks, rows / places);
+    block.compute(at.b, at.hkv, at.begin, column, rows % places, rows);
   }
 }
 
 // ---- Launcher ------------------------------------------------------------------------------------------------------
 
 template <class Traits>
-void launch_general(const ForwardParams& p, StreamHandle stream) {
+void launch_general(const ForwardParams& p, const Split& split, StreamHandle stream) {
   ForwardTasks tasks;
   tasks.row_blocks = row_blocks_of<Traits::kRows>(p, true);
   tasks.column_blocks =
       p.Dv > 0 ? pieces(p.Dv, Traits::kColumns) : 1;  // without columns there are still the statistics
-  tasks.count = heads_of_blocks(p) * tasks.row_blocks * tasks.column_blocks;
+  tasks.count = heads_of_blocks(p) * tasks.row_blocks * std::max<int64_t>(split.places, 1) * tasks.column_blocks;
   launch_tasks("forward_general", forward_general<Traits>, tasks.count, Traits::kThreads, Traits::kSharedBytes, stream,
-               p, tasks);
+               p, split, tasks);
 }
 
 // Calls f with an object of the traits that p is for.
@@ -168,8 +265,8 @@ auto with_general(const ForwardParams& p, const F& f) {
 
 }  // namespace
 
-void forward_general(const ForwardParams& p, StreamHandle stream) {
-  with_general(p, [&](auto traits) { launch_general<decltype(traits)>(p, stream); });
+void forward_general(const ForwardParams& p, const Split& split, StreamHandle stream) {
+  with_general(p, [&](auto traits) { launch_general<decltype(traits)>(p, split, stream); });
 }
 
 ForwardTile tile_general(const ForwardParams& p) {

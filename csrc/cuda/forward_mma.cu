@@ -11,12 +11,15 @@
 //
 // So one of the two buffers is loaded while the other is multiplied. A warp whose rows see none of the tile leaves it out.
 // Tiles begin at multiples of their size by the key's position, and a row's sums run over its keys in one order whatever the
-// other rows of the block are.
+// other rows of the block are, segment by segment (segments.cuh): a block that walks over several puts its sums aside at each
+// border.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
 #include "cuda/kernels.h"
 #include "cuda/mma_block.cuh"
+#include "cuda/segments.cuh"
 
 namespace attn_ext::cuda {
 namespace {
@@ -28,31 +31,34 @@ class ForwardMmaBlock : public MmaBlock<Traits> {
   using Base = MmaBlock<Traits>;
   using Base::lane_;
   using Base::shared_;
+  using Base::warp_;
 
  public:
-  ATTN_EXT_DEVICE explicit ForwardMmaBlock(const ForwardParams& p) : Base(p), p_(p) {}
+  ATTN_EXT_DEVICE ForwardMmaBlock(const ForwardParams& p, const Split& split) : Base(p), p_(p), split_(split) {}
 
-  // Rows row_begin … of key/value head hkv of batch entry b.
-  ATTN_EXT_DEVICE void compute(int64_t task, int64_t b, int64_t hkv, int64_t row_begin) {
+  // Rows row_begin … of key/value head hkv of batch entry b; where keys are shared out, their segment of that place.
+  ATTN_EXT_DEVICE void compute(int64_t task, int64_t b, int64_t hkv, int64_t row_begin, int64_t place) {
     Base::begin_task(task, b, hkv);
-    if (!Base::begin_rows(row_begin)) return;
-    ATTN_EXT_UNROLL
-    for (int m = 0; m < Traits::kRowTiles; ++m) {
-      ATTN_EXT_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        max_[m][half] = -kInfinity<float>;
-        sum_[m][half] = 0;
-      }
-      ATTN_EXT_UNROLL
-      for (Four<float>& piece : acc_[m]) piece = {};
-    }
+    if (!Base::begin_rows(row_begin, [&](MmaRange& block) { keep_segment(place, block); })) return;
+    clear();
+    Before memory;
+    Before& before = *out_of_registers(&memory);
     int64_t start = Base::block_keys().lo / Traits::kKeys * Traits::kKeys;
-    if (start < Base::block_keys().hi) {
+    const bool sees_keys = start < Base::block_keys().hi;
+    int tiles_left = 0;  // of the segment
+    if (sees_keys) {
+      tiles_left = segment_tiles() - static_cast<int>(start / Traits::kKeys % segment_tiles());
       Base::load_rows(q_at(), p_.q, p_.D);
       Base::load_keys(k_at(), p_.k, p_.D, start);
       commit_copies();
     }
     for (; start < Base::block_keys().hi; start += Traits::kKeys) {
+      if (tiles_left == 0) {
+        end_segment(start - segment_keys(p_, Base::sequence()), before);
+        put_aside(before);
+        tiles_left = segment_tiles();
+      }
+      --tiles_left;
       wait_copies<0>();
       sync_block();  // k is there, and v has been read
       if (p_.Dv > 0) Base::load_keys(v_at(), p_.v, p_.Dv, start);
@@ -67,13 +73,99 @@ class ForwardMmaBlock : public MmaBlock<Traits> {
       if (sees) Base::multiply_columns(weights, v_at(), p_.Dv, acc_);
     }
     wait_copies<0>();
-    finish();
+    if (sees_keys) {
+      const int64_t keys = segment_keys(p_, Base::sequence());
+      end_segment((Base::block_keys().hi - 1) / keys * keys, before);
+    }
+    if (split_.places == 0) {
+      finish();
+    } else if (sees_keys) {
+      store_partial();
+    }
   }
 
  private:
+  // What the own rows have come to in the segments before, like max_, sum_ and acc_.
+  struct Before {
+    float max[Traits::kRowTiles][2], sum[Traits::kRowTiles][2];
+    typename Base::Sums acc;
+  };
+
   ATTN_EXT_DEVICE char* q_at() const { return shared_ + Traits::kQ; }
   ATTN_EXT_DEVICE char* k_at() const { return shared_ + Traits::kK; }
   ATTN_EXT_DEVICE char* v_at() const { return shared_ + Traits::kV; }
+
+  // ---- Segments ------------------------------------------------------------------------------------------------------
+
+  ATTN_EXT_DEVICE int segment_tiles() const {
+    static_assert(1024 % Traits::kKeys == 0);
+    return static_cast<int>(segment_keys(p_, Base::sequence()) / Traits::kKeys);
+  }
+
+  // Of the keys that the rows see those of one segment, where keys are shared out.
+  ATTN_EXT_DEVICE void keep_segment(int64_t place, MmaRange& block) const {
+    if (split_.places == 0 || block.lo >= block.hi) return;
+    const int64_t keys = segment_keys(p_, Base::sequence());
+    const int64_t begin = segment_at(split_, place, block.lo, keys) * keys;
+    block.lo = Largest()(block.lo, begin);
+    block.hi = Smallest()(block.hi, begin + keys);
+  }
+
+  ATTN_EXT_DEVICE void clear() {
+    ATTN_EXT_UNROLL
+    for (int m = 0; m < Traits::kRowTiles; ++m) {
+      ATTN_EXT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        max_[m][half] = -kInfinity<float>;
+        sum_[m][half] = 0;
+      }
+      ATTN_EXT_UNROLL
+      for (Four<float>& piece : acc_[m]) piece = {};
+    }
+  }
+
+  // The segment that begins at key `begin` is complete: its sums meet, and join those of the segments before.
+  ATTN_EXT_DEVICE void end_segment(int64_t begin, const Before& before) {
+    const bool is_first = Base::block_keys().lo >= begin;
+    ATTN_EXT_UNROLL
+    for (int m = 0; m < Traits::kRowTiles; ++m) {
+      ATTN_EXT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        sum_[m][half] = join_lanes<4, Sum>(sum_[m][half]);
+        const MmaRow row = Base::row_of_half(m, half);
+        if (is_first || row.lo >= begin) continue;
+        const bool sees = row.hi > begin;  // else the row stays as it is, down to the sign of a zero
+        const Joint<float> joint =
+            join_segments(Base::units(), before.max[m][half], before.sum[m][half], max_[m][half], sum_[m][half]);
+        max_[m][half] = joint.max;
+        sum_[m][half] = joint.sum;
+        ATTN_EXT_UNROLL
+        for (int n = 0; n < Traits::kWidth / 8; ++n) {
+          ATTN_EXT_UNROLL
+          for (int e = half * 2; e < half * 2 + 2; ++e) {
+            const float left = before.acc[m][n].x[e];
+            acc_[m][n].x[e] = sees ? joint(left, acc_[m][n].x[e]) : left;
+          }
+        }
+      }
+    }
+  }
+
+  ATTN_EXT_DEVICE void put_aside(Before& before) {
+    ATTN_EXT_UNROLL
+    for (int m = 0; m < Traits::kRowTiles; ++m) {
+      ATTN_EXT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        before.max[m][half] = max_[m][half];
+        before.sum[m][half] = sum_[m][half];
+      }
+      ATTN_EXT_UNROLL
+      for (int n = 0; n < Traits::kWidth / 8; ++n) before.acc[m][n] = acc_[m][n];
+    }
+    clear();
+  }
+
+  // ---- Tiles ---------------------------------------------------------------------------------------------------------
 
   // The weights of the tile at `start`; moves the rows' max, sum and acc along.
   ATTN_EXT_DEVICE void compute_weights(int64_t start, typename Base::Weights& weights) {
@@ -116,8 +208,10 @@ class ForwardMmaBlock : public MmaBlock<Traits> {
       }
       max_[m][half] = now;
     }
-    sum_[m][half] += sum;  // of the own keys: lanes meet at the end
+    sum_[m][half] += sum;  // of the own keys: lanes meet at the end of the segment
   }
+
+  // ---- The end -------------------------------------------------------------------------------------------------------
 
   // Adds the sink, divides by the sum, stores the rows and their statistics.
   ATTN_EXT_DEVICE void finish() {
@@ -126,10 +220,9 @@ class ForwardMmaBlock : public MmaBlock<Traits> {
     for (int m = 0; m < Traits::kRowTiles; ++m) {
       ATTN_EXT_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const float sum = join_lanes<4, Sum>(sum_[m][half]);
         const MmaRow row = Base::row_of_half(m, half);
         if (!row.real()) continue;
-        const RowEnd<float> end = end_row(p_, units, row.h, max_[m][half], sum);
+        const RowEnd<float> end = end_row(p_, units, row.h, max_[m][half], sum_[m][half]);
         const MmaSequence sequence = Base::sequence();
         const int64_t at = sequence.q_row + row.i;
         const float by = p_.dropout ? end.by * static_cast<float>(p_.dropout_scale) : end.by;
@@ -140,28 +233,58 @@ class ForwardMmaBlock : public MmaBlock<Traits> {
     }
   }
 
+  // Stores what the rows have come to in their one segment: the task's number is that of its place.
+  ATTN_EXT_DEVICE void store_partial() const {
+    const Partial<float> partial(p_, split_, Base::task_number());
+    ATTN_EXT_UNROLL
+    for (int m = 0; m < Traits::kRowTiles; ++m) {
+      ATTN_EXT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        if (!Base::row_of_half(m, half).real()) continue;
+        const int64_t r = warp_ * Traits::kWarpRows + m * 16 + half * 8 + lane_ / 4;
+        float* columns = partial.columns(r);
+        ATTN_EXT_UNROLL
+        for (int n = 0; n < Traits::kWidth / 8; ++n) {
+          ATTN_EXT_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            const int column = n * 8 + lane_ % 4 * 2 + e;
+            if (column < p_.Dv) store_global(columns + column, acc_[m][n].x[half * 2 + e]);
+          }
+        }
+        if (lane_ % 4 != 0) continue;
+        store_global(partial.max(r), max_[m][half]);
+        store_global(partial.sum(r), sum_[m][half]);
+      }
+    }
+  }
+
   const ForwardParams& p_;
+  const Split& split_;
   float max_[Traits::kRowTiles][2], sum_[Traits::kRowTiles][2];
   typename Base::Sums acc_;
 };
 
+// Tasks are numbered as blocks.cuh says, and for each block of rows by place of a segment where keys are shared out (there is
+// one block of rows then).
 template <class Traits>
-ATTN_EXT_KERNEL void forward_mma_kernel(ATTN_EXT_GRID_CONSTANT const ForwardParams p, int64_t row_blocks,
-                                        int64_t tasks) {
-  ForwardMmaBlock<Traits> block(p);
+ATTN_EXT_KERNEL void forward_mma_kernel(ATTN_EXT_GRID_CONSTANT const ForwardParams p,
+                                        ATTN_EXT_GRID_CONSTANT const Split split, int64_t row_blocks, int64_t tasks) {
+  ForwardMmaBlock<Traits> block(p, split);
+  const int64_t places = split.places == 0 ? 1 : split.places;
   for (int64_t task = block_index(); task < tasks; task = block.next_task()) {
-    const BlockPlace at = place_of_rows<Traits::kRows>(p, row_blocks, task);
-    block.compute(task, at.b, at.hkv, at.begin);
+    const BlockPlace at = place_of_rows<Traits::kRows>(p, row_blocks, task / places);
+    block.compute(task, at.b, at.hkv, at.begin, task % places);
   }
 }
 
 // ---- Launcher ------------------------------------------------------------------------------------------------------
 
 template <class Traits>
-void launch_mma(const ForwardParams& p, StreamHandle stream) {
-  const int64_t row_blocks = row_blocks_of<Traits::kRows>(p, true), tasks = heads_of_blocks(p) * row_blocks;
+void launch_mma(const ForwardParams& p, const Split& split, StreamHandle stream) {
+  const int64_t row_blocks = row_blocks_of<Traits::kRows>(p, true);
+  const int64_t tasks = heads_of_blocks(p) * row_blocks * std::max<int64_t>(split.places, 1);
   launch_tasks("forward_mma", forward_mma_kernel<Traits>, tasks, Traits::kThreads, Traits::kSharedBytes, stream, p,
-               row_blocks, tasks);
+               split, row_blocks, tasks);
 }
 
 // 37,120 bytes of shared memory for 64 columns, 53,504 for 128, 100,608 for 256.
@@ -175,8 +298,8 @@ bool fits_mma(const ForwardParams& p) {
                                     [](auto traits) { return decltype(traits)::kSharedBytes <= most_shared_bytes(); });
 }
 
-void forward_mma(const ForwardParams& p, StreamHandle stream) {
-  with_choice<ForwardTraits>(p, [&](auto traits) { launch_mma<decltype(traits)>(p, stream); });
+void forward_mma(const ForwardParams& p, const Split& split, StreamHandle stream) {
+  with_choice<ForwardTraits>(p, [&](auto traits) { launch_mma<decltype(traits)>(p, split, stream); });
 }
 
 ForwardTile tile_mma(const ForwardParams& p) {

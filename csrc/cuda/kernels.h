@@ -1,5 +1,6 @@
 // The CUDA kernels as functions over params whose pointers are device memory: queued on a stream, never waited for. forward
-// writes every row, also those of packed tensors that no sequence has. Gradients and weights come in as zeros: what a kernel adds nothing to it does not write.
+// writes every row, also those of packed tensors that no sequence has. Gradients and weights come in as zeros: what a kernel
+// adds nothing to it does not write.
 #pragma once
 
 #include <cstddef>
@@ -13,16 +14,33 @@ namespace attn_ext::cuda {
 
 using StreamHandle = void*;  // a cudaStream_t
 
-void forward(const ForwardParams& p, StreamHandle stream);
+// `workspace` has room for forward_workspace_bytes(p), of numbers of up to 8 bytes, and may hold anything.
+int64_t forward_workspace_bytes(const ForwardParams& p);
+void forward(const ForwardParams& p, void* workspace, StreamHandle stream);
 // `delta` has room for a number of the compute type for every row, laid out as row_max is.
 void backward(const BackwardParams& p, void* delta, StreamHandle stream);
+
+// Keys of a segment (segments.cuh) where a sequence has Lk keys at most: 1,024, and more where they would be more than 64
+// segments.
+ATTN_EXT_SHARED inline int64_t segment_keys_of(int64_t Lk) {
+  const int64_t thousands = (Lk + 64 * 1024 - 1) / (64 * 1024);
+  return 1024 * (thousands > 1 ? thousands : 1);
+}
+
+// How a call's keys are shared out: blocks that walk over all segments of their rows, or a block a segment, and then
+// forward_merge.
+struct Split {
+  int64_t places = 0;  // for partials, of every batch entry and key/value head; 0: keys are not shared out
+  void* partials = nullptr;
+};
 
 // What forward and backward choose from (choice.cpp). Of the gradients backward_mma has those of q, k and v, from the delta
 // that backward_general has computed; fits_mma says whether the device has shared memory enough for it, as for forward_mma.
 bool fits_mma(const ForwardParams& p);
 bool fits_mma(const BackwardParams& p);
-void forward_mma(const ForwardParams& p, StreamHandle stream);
-void forward_general(const ForwardParams& p, StreamHandle stream);
+void forward_mma(const ForwardParams& p, const Split& split, StreamHandle stream);
+void forward_general(const ForwardParams& p, const Split& split, StreamHandle stream);
+void forward_merge(const ForwardParams& p, const Split& split, double weight_scale, StreamHandle stream);
 void backward_mma(const BackwardParams& p, const float* delta, StreamHandle stream);
 void backward_general(const BackwardParams& p, void* delta, StreamHandle stream);
 

@@ -81,7 +81,7 @@ template <class Traits>
 class MmaBlock {
  public:
   // The task after this one.
-  ATTN_EXT_DEVICE int64_t next_task() const { return load_shared(task_).number + block_count(); }
+  ATTN_EXT_DEVICE int64_t next_task() const { return task_number() + block_count(); }
 
  protected:
   using Storage = typename Traits::Storage;
@@ -116,6 +116,11 @@ class MmaBlock {
 
   // Turns to the rows from row_begin on. False, for all threads, where there are none. All threads meet in here.
   ATTN_EXT_DEVICE bool begin_rows(int64_t row_begin) const {
+    return begin_rows(row_begin, [](MmaRange&) {});
+  }
+  // The same, with fewer keys: `restrict` turns those that the rows may see into those that the block is to look at.
+  template <class Restrict>
+  ATTN_EXT_DEVICE bool begin_rows(int64_t row_begin, const Restrict& restrict) const {
     const MmaSequence s = sequence();
     if (row_begin >= p_.Hq / p_.Hkv * s.Lq) return false;
     sync_block();  // what was there before has been read
@@ -140,18 +145,20 @@ class MmaBlock {
         all.all_lo = Largest()(all.all_lo, range.all_lo);
         all.all_hi = Smallest()(all.all_hi, range.all_hi);
       }
+      restrict(all);
       store_shared(ranges_ + Traits::kWarps, all);
     }
     sync_block();
     return true;
   }
 
+  ATTN_EXT_DEVICE int64_t task_number() const { return load_shared(task_).number; }
   ATTN_EXT_DEVICE ScoreUnits<float> units() const { return load_shared(task_); }
 
   // The sequence that the rows belong to.
   ATTN_EXT_DEVICE MmaSequence sequence() const { return load_shared(sequence_); }
 
-  // Keys that rows of the block may see.
+  // Keys that rows of the block may see, as far as the block looks at them.
   ATTN_EXT_DEVICE MmaRange block_keys() const { return load_shared(ranges_ + Traits::kWarps); }
 
   // Whether a row of this warp sees a key of the tile by position.

@@ -177,6 +177,14 @@ ATTN_EXT_DEVICE int computed_here(int x) {
   return x;
 }
 
+// `at`, hidden from the compiler: what lies there stays in the thread's own memory until it is asked for, for there are no
+// registers for it.
+template <class T>
+ATTN_EXT_DEVICE T* out_of_registers(T* at) {
+  asm volatile("" : "+l"(at) : : "memory");
+  return at;
+}
+
 // 2^-22 relative; what is below the normal numbers becomes 0. For what is rounded to 16 bits anyway.
 ATTN_EXT_DEVICE float exp2_approx(float x) {
   float power;

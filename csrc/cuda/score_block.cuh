@@ -69,6 +69,12 @@ class ScoreBlock {
     return true;
   }
 
+  // Looks at these keys only from now on, of those that the rows may see.
+  ATTN_EXT_DEVICE void keep_keys(const KeyRange& keys) {
+    key_lo_ = Largest()(key_lo_, keys.lo);
+    key_hi_ = Smallest()(key_hi_, keys.hi);
+  }
+
   // The tiles that hold every key that a row may see: from first_tile() on in steps of kKeys, below key_hi_.
   ATTN_EXT_DEVICE int64_t first_tile() const { return key_lo_ / Traits::kKeys * Traits::kKeys; }
 
@@ -242,7 +248,7 @@ class ScoreBlock {
 
   Sequence sequence_;
   int64_t hkv_ = 0, row_begin_ = 0, row_end_ = 0;
-  int64_t key_lo_ = 0, key_hi_ = 0;  // keys that any row may see
+  int64_t key_lo_ = 0, key_hi_ = 0;  // keys that any row may see, and the block looks at
   int64_t all_lo_ = 0, all_hi_ = 0;  // keys that all rows see by position
   ScoreRow row_[Traits::kOwnRows];
   bool real_[Traits::kOwnRows];

@@ -190,7 +190,11 @@ void CacheValues::settle(const CacheShape& shape) {
 
 // ---- Kernels --------------------------------------------------------------------------------------------------------
 
-void run(const ForwardParams& p) { kernels::forward(p, current_stream()); }
+void run(const ForwardParams& p) {
+  const int64_t bytes = cuda::forward_workspace_bytes(p);
+  const auto memory = bytes > 0 ? Workspace<int64_t>((bytes + 7) / 8) : Workspace<int64_t>();
+  kernels::forward(p, memory.data(), current_stream());
+}
 
 void run(const BackwardParams& p, const Tensor& q) {
   const int64_t rows = q.numel() / p.D;  // as row_max has them

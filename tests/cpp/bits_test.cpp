@@ -216,6 +216,17 @@ TEST(rows, alone_or_among_others) {
                       .D = 8,
                       .Dv = 8,
                       .causal = Causal::bottom_right});
+    // Windows that begin and end around the borders of segments, in other ones for some rows than for others.
+    check_rows_alone({.name = "rows",
+                      .dtype = dtype,
+                      .Hq = 2,
+                      .Lq = 40,
+                      .Lk = 2068,
+                      .D = 4,
+                      .Dv = 70,
+                      .sinks = true,
+                      .causal = Causal::bottom_right,
+                      .window_left = 1023});
     check_rows_alone({.name = "rows", .dtype = dtype, .Lq = 410, .Lk = 40, .D = 4, .Dv = 4});
   }
 }

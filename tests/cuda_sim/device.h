@@ -140,6 +140,10 @@ inline uint32_t pack_pair(float low, float high) {
 }
 
 inline int computed_here(int x) { return x; }
+template <class T>
+inline T* out_of_registers(T* at) {
+  return at;
+}
 
 // What is below the normal numbers becomes 0.
 inline float exp2_approx(float x) {

@@ -1,6 +1,7 @@
 #include "cuda_sim/kernels.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -131,7 +132,7 @@ void choose_blocks() {
 
 }  // namespace
 
-void forward(const ForwardParams& p, cuda::StreamHandle stream) {
+void forward(const ForwardParams& p, void* workspace, cuda::StreamHandle stream) {
   choose_blocks();
   Allowed allowed;
   const Counts n(p);
@@ -140,7 +141,10 @@ void forward(const ForwardParams& p, cuda::StreamHandle stream) {
   for (const RowView* rows : {&p.lse, &p.row_max, &p.row_sum}) {
     allowed.rows(*rows, n.batch, p.Hq, n.q_rows, n.element, Allow::Access::read_write);
   }
-  cuda::forward(p, stream);
+  const int64_t bytes = cuda::forward_workspace_bytes(p);
+  if (bytes > 0) std::memset(workspace, 0xff, static_cast<size_t>(bytes));  // NaN, whatever the numbers are
+  allowed.bytes(workspace, bytes, Allow::Access::read_write);
+  cuda::forward(p, workspace, stream);
 }
 
 void backward(const BackwardParams& p, void* delta, cuda::StreamHandle stream) {
@@ -261,7 +265,10 @@ cuda::ForwardPlan plan_forward(const ForwardParams& p) {
 
 namespace attn_ext::cpu::cuda_sim {
 
-void forward(const ForwardParams& p, const Parallel&) { attn_ext::cuda_sim::forward(p, nullptr); }
+void forward(const ForwardParams& p, const Parallel&) {
+  std::vector<int64_t> workspace(static_cast<size_t>((cuda::forward_workspace_bytes(p) + 7) / 8));
+  attn_ext::cuda_sim::forward(p, workspace.data(), nullptr);
+}
 
 void backward(const BackwardParams& p, const Parallel&) {
   std::vector<char> delta(static_cast<size_t>(attn_ext::cuda_sim::rows_bytes(p)));

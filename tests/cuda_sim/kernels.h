@@ -9,7 +9,7 @@
 
 namespace attn_ext::cuda_sim {
 
-void forward(const ForwardParams& p, cuda::StreamHandle stream);
+void forward(const ForwardParams& p, void* workspace, cuda::StreamHandle stream);
 void backward(const BackwardParams& p, void* delta, cuda::StreamHandle stream);
 void weights(const WeightsParams& p, cuda::StreamHandle stream);
 void append(const AppendParams& p, cuda::StreamHandle stream);
