@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from cache_support import NAN, store
-from cuda_support import PARTS, attention
+from cuda_support import PARTS, attention, attention_with_kv_cache, check_forward, check_gradients
 from op_support import (
     Shape,
     assert_close_to_reference,
     assert_same_bits,
-    check_forward,
-    check_gradients,
     make,
 )
 from torch import Tensor
@@ -57,7 +55,7 @@ def queries(sequences: int, n: int, dtype: torch.dtype) -> Tensor:
 def check(q: Tensor, cache: dict[str, Any], lengths: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Output and lse of a call over a cache, held against the reference."""
     call = {**cache, "cache_lengths": lengths, **options, "return_lse": True}
-    got = attn_ext.attention_with_kv_cache(q, **call)
+    got = attention_with_kv_cache(q, **call)
     plain_work = None if cache["k_cache"].dtype == torch.int8 else q.dtype
     truth, plain = (
         attn_ext.reference.attention_with_kv_cache(q, **call, dtype=work)
@@ -119,15 +117,15 @@ def test_nan_stays_with_the_rows_that_see_it(dtype: torch.dtype, name: str) -> N
     lengths, q = torch.tensor([1100, 1100]), queries(2, 1, dtype)
     options = {"window": (1060, 0)}
     cache = filled("contiguous", (1100, 1100), 1104, dtype)
-    clean = attn_ext.attention_with_kv_cache(q, **cache, cache_lengths=lengths, **options)
+    clean = attention_with_kv_cache(q, **cache, cache_lengths=lengths, **options)
     for key in (0, 38):  # before the window
         cache[name][0, 0, key] = NAN
-    hidden = attn_ext.attention_with_kv_cache(q, **cache, cache_lengths=lengths, **options)
+    hidden = attention_with_kv_cache(q, **cache, cache_lengths=lengths, **options)
     assert_same_bits(hidden, clean, "NaN before the window")
     for key in (39, 1023, 1099):
         dirty = {**cache, name: cache[name].clone()}
         dirty[name][0, 0, key] = NAN
-        out = attn_ext.attention_with_kv_cache(q, **dirty, cache_lengths=lengths, **options)
+        out = attention_with_kv_cache(q, **dirty, cache_lengths=lengths, **options)
         assert out[0, :2].isnan().all(), key
         assert_same_bits(out[0, 2:], clean[0, 2:], "the other key/value head")
         assert_same_bits(out[1], clean[1], "the other sequence")
@@ -149,13 +147,13 @@ def test_a_sequence_alone_or_in_a_batch_once_or_again(dtype: torch.dtype) -> Non
     cache = filled("contiguous", LENGTHS, 2112, dtype)
     q = queries(len(LENGTHS), 1, dtype)
     options: dict[str, Any] = {"sinks": torch.linspace(-1.0, 1.0, 4), "return_lse": True}
-    batch = attn_ext.attention_with_kv_cache(q, **cache, cache_lengths=torch.tensor(LENGTHS), **options)
-    again = attn_ext.attention_with_kv_cache(q, **cache, cache_lengths=torch.tensor(LENGTHS), **options)
+    batch = attention_with_kv_cache(q, **cache, cache_lengths=torch.tensor(LENGTHS), **options)
+    again = attention_with_kv_cache(q, **cache, cache_lengths=torch.tensor(LENGTHS), **options)
     for n, what in enumerate(("output", "lse")):
         assert_same_bits(again[n], batch[n], f"{what} of a second run")
     for b, length in enumerate(LENGTHS):
         one = {name: t[b : b + 1] for name, t in cache.items()}
-        alone = attn_ext.attention_with_kv_cache(q[b : b + 1], **one, cache_lengths=length, **options)
+        alone = attention_with_kv_cache(q[b : b + 1], **one, cache_lengths=length, **options)
         for n, what in enumerate(("output", "lse")):
             assert_same_bits(alone[n], batch[n][b : b + 1], f"{what} of {length} keys alone")
 
@@ -165,9 +163,9 @@ def test_a_token_alone_or_in_a_chunk(dtype: torch.dtype) -> None:
     cache = filled("contiguous", (2100,), 2112, dtype)
     q = queries(1, 60, dtype)
     for options in ({}, {"window": (1040, 0)}):
-        chunk = attn_ext.attention_with_kv_cache(q, **cache, cache_lengths=2100, **options)
+        chunk = attention_with_kv_cache(q, **cache, cache_lengths=2100, **options)
         for i in (0, 7, 12, 59):
-            token = attn_ext.attention_with_kv_cache(
+            token = attention_with_kv_cache(
                 q[:, :, i : i + 1], **cache, cache_lengths=2100 - 59 + i, **options
             )
             assert_same_bits(token, chunk[:, :, i : i + 1].contiguous(), f"query {i} of {options}")
@@ -182,11 +180,11 @@ def test_a_zero_keeps_its_sign_whatever_segments_other_rows_see(dtype: torch.dty
     k[:, :, 1::2], v[:, :, 1::2] = -100.0, -torch.finfo(dtype).tiny
     q = torch.ones(1, 1, 20, 1, dtype=dtype)
     options = {"k_cache": k, "v_cache": v, "window": (1, 0), "scale": 1.0}
-    chunk = attn_ext.attention_with_kv_cache(q, **options, cache_lengths=1034)
+    chunk = attention_with_kv_cache(q, **options, cache_lengths=1034)
     joined = torch.arange(1014, 1034) == 1024  # the one row with keys of two segments: −0 + 0
     assert not chunk.any() and torch.equal(chunk.flatten().signbit(), ~joined)
     for i in range(20):
-        token = attn_ext.attention_with_kv_cache(q[:, :, :1], **options, cache_lengths=1015 + i)
+        token = attention_with_kv_cache(q[:, :, :1], **options, cache_lengths=1015 + i)
         assert_same_bits(token, chunk[:, :, i : i + 1].contiguous(), f"query {i}")
 
 

@@ -128,7 +128,7 @@ def test_rows_that_no_sequence_has(
     for boundaries in ((cu_q, cu_k), (right, [*cu_k, cu_k[-1]])):
         q, k, v, *more = (t.detach().requires_grad_(True) for t in given)
         options = {"sinks": more[0] if sinks else None, "return_lse": True}
-        out, lse = attn_ext.attention_varlen(q, k, v, *map(torch.tensor, boundaries), **options)
+        out, lse = attention_varlen(q, k, v, *map(torch.tensor, boundaries), **options)
         loss = out.square().sum() + lse[lse > -math.inf].sum()
         grads = torch.autograd.grad(loss, [q, k, v, *more])
         if boundaries[0] is cu_q:
@@ -149,7 +149,7 @@ def test_new_tokens_that_no_sequence_has(dtype: torch.dtype, rotates: bool) -> N
         call["rotary"] = angle.cos().to(exact), angle.sin().to(exact)
     total = call["q"].shape[0]
     call["cu_seqlens"] = torch.tensor([0, 2, 3, total - 1])
-    out, lse = attn_ext.attention_with_kv_cache(**cache, **call, return_lse=True)
+    out, lse = attention_with_kv_cache(**cache, **call, return_lse=True)
     expect_fault(ValueError, "cu_seqlens", 2)
     assert out[: total - 1].isfinite().all() and out[: total - 1].any()
     assert not out[total - 1 :].any() and (lse[:, total - 1 :] == -math.inf).all()
