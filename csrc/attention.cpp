@@ -149,7 +149,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     p.dsinks = sink_gradients.data();
     result[5] = zeros({p.Hq}, sinks->scalar_type());
   }
-  if (grads != 0 && p.has_rows() && p.Lk > 0) run(p, q);
+  if (p.Lk == 0) {  // what is left is a sink's gradient: its logit is then the lse
+    p.dq = p.dk = p.dv = {};
+    for (TensorView& view : p.dbias) view = {};
+  }
+  if (p.has_rows() && (p.dq || p.dk || p.dv || p.dbias[0] || p.dbias[1] || p.dsinks != nullptr)) run(p, q);
   if (grads & of_sinks) sink_gradients.store(result[5]);
   return {result[0], result[1], result[2], result[3], result[4], result[5]};
 }

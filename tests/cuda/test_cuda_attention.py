@@ -104,6 +104,12 @@ def test_nothing_to_do_along_one_dim(shape: tuple[int, ...]) -> None:
     check_gradients(q, k, v, {})
 
 
+def test_without_keys_the_lse_is_the_sink_and_hands_its_gradient_on(dtype: torch.dtype) -> None:
+    options = {"sinks": torch.tensor([0.5, -1.0])}
+    grads = check_gradients(*Shape(2, 2, 1, 3, 0, 8).qkv(dtype), options, with_lse=True)
+    assert (grads["sinks"] != 0).all()
+
+
 def test_value_heads_without_columns_still_have_an_lse() -> None:
     q, k, _ = Shape(1, 1, 1, 3, 5, 4).qkv()
     v = torch.zeros(1, 1, 5, 0)

@@ -137,6 +137,13 @@ def test_gradients_of_empty_calls_are_zeros_of_the_right_shape(shape: Shape) -> 
         assert (grad == 0).all(), name
 
 
+@pytest.mark.isa_matrix
+def test_without_keys_the_lse_is_the_sink_and_hands_its_gradient_on(dtype: torch.dtype) -> None:
+    sinks = torch.tensor([0.5, -1.0, 2.0])
+    grads = check_gradients(*Shape(2, 3, 1, 4, 0, 8).qkv(dtype), {"sinks": sinks}, with_lse=True)
+    assert (grads["sinks"] != 0).all()
+
+
 # -------------------------------------------------------------------------------------------- which gradients
 
 
