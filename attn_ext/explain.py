@@ -66,8 +66,8 @@ class Launch:
     shared_bytes: int  #: shared memory of a block
 
     def __str__(self) -> str:
-        blocks = f"{self.blocks:,} blocks of {self.threads} threads"
-        return f"{self.kernel}, {blocks}, each with {self.shared_bytes:,} bytes of shared memory"
+        blocks = f"{self.blocks:,} {'block' if self.blocks == 1 else 'blocks'} of {self.threads} threads"
+        return f"{self.kernel}, {blocks} and {self.shared_bytes:,} bytes of shared memory"
 
 
 @dataclass(frozen=True)

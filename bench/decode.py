@@ -113,15 +113,15 @@ def measure_row(case: Case, settings: Settings) -> dict[str, Any]:
         say(f"    WRONG: {row['check']['worst']}")
         return row
     runners = [Runner("attn_ext", in_turn([our_step(case, inputs, cache) for cache in caches]))]
-    for name in ("torch", "torch cat"):
-        steps = torch_steps(name, case, inputs, copies)
+    of_torch = {name: torch_steps(name, case, inputs, copies) for name in ("torch", "torch cat")}
+    for name, steps in of_torch.items():
         reason = difference_from(truth.out, steps[0]()) if steps else NO_INT8
         if reason:
             row["rivals"][name] = {"skipped": reason}
         else:
             runners.append(Runner(name, in_turn(steps), how=RIVALS[name]))
     for name in BACKENDS if device.name == "cuda" and case.dtype != "int8" else ():
-        steps = [through_backend(name, step) for step in torch_steps("torch", case, inputs, copies)]
+        steps = [through_backend(name, step) for step in of_torch["torch"]]  # the caches of "torch", not more
         try:
             reason = difference_from(truth.out, answer_of(steps[0]))
         except CannotRun as refusal:

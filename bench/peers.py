@@ -96,7 +96,7 @@ def backend_runner(name: str, case: Case, inputs: Inputs) -> tuple[Runner, Tenso
     forward = through_backend(name, forward)
     with torch.set_grad_enabled(case.direction != "forward"):
         out = answer_of(forward).detach()
-        runner = runner_of(name, case, inputs, forward, how)
+        runner = answer_of(lambda: runner_of(name, case, inputs, forward, how))
         answer_of(runner.call)
     return runner, out
 

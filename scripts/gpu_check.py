@@ -105,7 +105,8 @@ def run(step: Step, folder: Path) -> Outcome:
         return Outcome(step, f"skipped: {step.skipped}")
     began = time.monotonic()
     lines = []
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **step.environment}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, **step.environment}
     try:
         with subprocess.Popen(
             step.command, cwd=ROOT, env=environment, text=True, errors="replace",
@@ -154,7 +155,6 @@ def machine() -> dict[str, str]:
         f"multiprocessors, {properties.total_memory / 2**30:.0f} GiB; {torch.cuda.device_count()} in all",
         "driver": first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
-        "nvcc": first_line([str(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"), "--version"], "release"),
         "Python": sys.version.partition(" ")[0],
         "commit": first_line(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -62,6 +62,21 @@ def attend(dtype: torch.dtype, d: int, dv: int, options: dict[str, Any]) -> None
         close(got, want, dtype, f"gradient of {name}: {what}")
 
 
+def share(dtype: torch.dtype, d: int, dv: int) -> None:
+    """A row against keys of three segments, which blocks share out; sinks that learn."""
+    shapes = ((2, 4, 1, d), (2, 2, 2100, d), (2, 2, 2100, dv))
+    host = [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    host.append(torch.linspace(-1.0, 2.0, 4).requires_grad_())
+    device = [there(t.detach()).requires_grad_() for t in host]
+    exact = [t.detach().double().requires_grad_() for t in host]
+    out = attn_ext.attention(*device[:3], sinks=device[3])
+    truth = reference.attention(*exact[:3], sinks=exact[3], dtype=torch.float64)
+    close(out, truth, dtype, f"shared, {dtype}")
+    found, wanted = torch.autograd.grad(out.sum(), device), torch.autograd.grad(truth.sum(), exact)
+    for name, got, want in zip(("q", "k", "v", "sinks"), found, wanted, strict=True):
+        close(got, want, dtype, f"gradient of {name}: shared, {dtype}")
+
+
 def weigh(dtype: torch.dtype) -> None:
     """The weights of some rows."""
     q, k = torch.randn(1, 2, 37, 24).to(dtype), torch.randn(1, 2, 45, 24).to(dtype)
@@ -71,13 +86,18 @@ def weigh(dtype: torch.dtype) -> None:
 
 
 def pack(dtype: torch.dtype) -> None:
-    """Sequences behind one another, with dropout."""
+    """Sequences behind one another, their gradients, and dropout."""
     cu = torch.tensor([0, 5, 5, 40], dtype=torch.int32)
-    q, k, v = (torch.randn(40, 4, 32).to(dtype) for _ in range(3))
-    out = attn_ext.attention_varlen(there(q), there(k), there(v), there(cu), there(cu), causal="top_left")
-    truth = reference.attention_varlen(q, k, v, cu, cu, causal="top_left", dtype=torch.float64)
+    host = [torch.randn(40, 4, 32).to(dtype) for _ in range(3)]
+    device = [there(t).requires_grad_() for t in host]
+    exact = [t.double().requires_grad_() for t in host]
+    out = attn_ext.attention_varlen(*device, there(cu), there(cu), causal="top_left")
+    truth = reference.attention_varlen(*exact, cu, cu, causal="top_left", dtype=torch.float64)
     close(out, truth, dtype, f"packed, {dtype}")
-    dropped = attn_ext.attention_varlen(there(q), there(k), there(v), there(cu), there(cu), dropout_p=0.5)
+    found, wanted = torch.autograd.grad(out.sum(), device), torch.autograd.grad(truth.sum(), exact)
+    for name, got, want in zip(("q", "k", "v"), found, wanted, strict=True):
+        close(got, want, dtype, f"gradient of {name}: packed, {dtype}")
+    dropped = attn_ext.attention_varlen(*device, there(cu), there(cu), dropout_p=0.5)
     assert dropped.isfinite().all() and not torch.equal(dropped, out)
 
 
@@ -120,6 +140,8 @@ def main() -> None:
             attend(dtype, d, dv, {})
         for options in OPTIONS.values():
             attend(dtype, 33, 64, options)
+        for d, dv in ((24, 40), (130, 256)):
+            share(dtype, d, dv)
         weigh(dtype)
         pack(dtype)
         for kind in ("contiguous", "pages", "ring", "int8"):

@@ -83,7 +83,7 @@ int64_t key_blocks_of(const AttentionParams& p) {
   return p.cu_k == nullptr ? pieces(p.Lk, size) : p.total_k / size + p.batch;
 }
 
-// Heads that have so many blocks each.
+// Heads that have so many blocks each, of rows or of keys: boundaries of keys never come without those of rows.
 inline int64_t heads_of_blocks(const AttentionParams& p) { return p.cu_q == nullptr ? p.batch * p.Hkv : p.Hkv; }
 
 // Where block `task` of those stands. Long rows first: with causal masks later rows see more keys.

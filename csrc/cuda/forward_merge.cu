@@ -13,8 +13,8 @@ constexpr int kAhead = 8;  // segments whose numbers are on their way together: 
 
 // `weight_scale`: what kept weights are still to be multiplied by.
 template <class T>
-ATTN_EXT_KERNEL void merge_kernel(ATTN_EXT_GRID_CONSTANT const ForwardParams p, const Split split, double weight_scale,
-                                  int64_t tasks) {
+ATTN_EXT_KERNEL void merge_kernel(ATTN_EXT_GRID_CONSTANT const ForwardParams p,
+                                  ATTN_EXT_GRID_CONSTANT const Split split, double weight_scale, int64_t tasks) {
   const ScoreUnits<T> units(p);
   const int64_t rows = p.Hq / p.Hkv * p.Lq;
   for (int64_t task = block_index(); task < tasks; task += block_count()) {

@@ -1,7 +1,7 @@
 // A row's keys in segments, by position: each has a max, a sum and sums of v of its own, and these are joined left to right.
 // Every forward does that, whether a block walks over all segments of its rows or each has a block of its own: so who
-// computes a segment changes no bit. What a segment is depends on the most keys that the sequence can have, and on nothing
-// that others of the batch, or lengths that the device knows, could change.
+// computes a segment changes no bit. What a segment is depends on how many keys the call's tensors have room for (in packed calls:
+// on the sequence's own keys), never on lengths that only the device knows.
 #pragma once
 
 #include <cstdint>

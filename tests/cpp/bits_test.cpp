@@ -325,18 +325,7 @@ TEST(rows, gradients_of_a_batch_entry) {
 
 // Packed sequences and the same ones, each a call of its own.
 TEST(rows, packed_or_alone) {
-  for (const DType dtype : kDTypes) {
-    Case c{.name = "packed",
-           .dtype = dtype,
-           .Hq = 4,
-           .Hkv = 2,
-           .D = 12,
-           .Dv = 8,
-           .layout = Layout::transposed,
-           .alibi = 1,
-           .cu_q = {0, 0, 5, 105, 105, 106, 170, 172},
-           .cu_k = {0, 3, 40, 150, 180, 450, 460, 475},
-           .causal = Causal::bottom_right};
+  const auto compare = [](const Case& c) {
     const Problem problem(c);
     for_each_isa([&] {
       const Forward forward = run_forward(problem, 2);
@@ -361,6 +350,29 @@ TEST(rows, packed_or_alone) {
         });
       }
     });
+  };
+  for (const DType dtype : kDTypes) {
+    Case c{.name = "packed",
+           .dtype = dtype,
+           .Hq = 4,
+           .Hkv = 2,
+           .D = 12,
+           .Dv = 8,
+           .layout = Layout::transposed,
+           .alibi = 1,
+           .cu_q = {0, 0, 5, 105, 105, 106, 170, 172},
+           .cu_k = {0, 3, 40, 150, 180, 450, 460, 475},
+           .causal = Causal::bottom_right};
+    compare(c);
+    // Of several segments each, which a GPU's blocks share out where a sequence is alone, and in packed calls do not.
+    compare({.name = "packed, long",
+             .dtype = dtype,
+             .Hq = 2,
+             .D = 4,
+             .Dv = 3,
+             .cu_q = {0, 3, 3, 9},
+             .cu_k = {0, 2100, 2150, 3300},
+             .causal = Causal::bottom_right});
   }
 }
 

@@ -89,12 +89,13 @@ def test_an_int8_cache_and_queries_of_float64() -> None:
     check(queries(2, 1, torch.float64), cache, torch.tensor([1030, 5]))
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("held", [1, 1500, 2047, 2048, 2049, 5000])
-def test_rings(held: int) -> None:
+def test_rings(held: int, stored: torch.dtype) -> None:
     """A ring's positions go on and on: its keys begin and end anywhere in a segment."""
     capacity, new = 1500, 2
-    cache = store("contiguous", 1, capacity)
-    k, v = (make((1, 2, capacity, d), seed=d) for d in (8, 6))
+    cache = store("contiguous", 1, capacity, stored)
+    k, v = (make((1, 2, capacity, d), stored, seed=d) for d in (8, 6))
     first = max(0, held - capacity)  # the oldest token that a ring still has
     attn_ext.reference.kv_cache_append_(
         **cache, k=k[:, :, : held - first], v=v[:, :, : held - first], cache_lengths=first, ring=True
@@ -102,14 +103,25 @@ def test_rings(held: int) -> None:
     lengths = torch.tensor([held])
     for window in (capacity - new, 1100, 20):
         options = {"ring": True, "window": (window, 0)}
-        check(queries(1, min(new, held), torch.float32), cache, lengths, **options)
+        check(queries(1, min(new, held), stored), cache, lengths, **options)
 
 
-def test_a_capacity_of_more_keys_than_segments_of_1024_cover() -> None:
-    cache = store("contiguous", 2, 70_000)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_capacity_of_more_keys_than_segments_of_1024_cover(stored: torch.dtype) -> None:
+    cache = store("contiguous", 2, 70_000, stored)
     for name, d in (("k", 8), ("v", 6)):
-        cache[f"{name}_cache"][:, :, :2100] = make((2, 2, 2100, d), seed=d)
-    check(queries(2, 1, torch.float32), cache, torch.tensor([2100, 2047]))
+        cache[f"{name}_cache"][:, :, :2100] = make((2, 2, 2100, d), stored, seed=d)
+    check(queries(2, 1, stored), cache, torch.tensor([2100, 2047]))
+
+
+def test_packed_queries_walk_over_the_segments_that_others_share_out(dtype: torch.dtype) -> None:
+    lengths = torch.tensor([1023, 2049, 1500])
+    cache = filled("contiguous", (1023, 2049, 1500), 2100, dtype)
+    q = queries(3, 1, dtype)
+    shared = attention_with_kv_cache(q, **cache, cache_lengths=lengths)
+    cu = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    packed = attention_with_kv_cache(q[:, :, 0], **cache, cache_lengths=lengths, cu_seqlens=cu)
+    assert_same_bits(packed, shared[:, :, 0], "packed or not")
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])

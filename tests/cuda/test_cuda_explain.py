@@ -55,11 +55,18 @@ def test_the_operator_and_its_reason() -> None:
     assert "gradient" in explain(q.requires_grad_(), k, v).operator
 
 
+def test_keys_that_blocks_share_out_and_their_merge() -> None:
+    """Two key/value heads, three segments each; a row a block joins them."""
+    for dtype, kernel in ((torch.float32, "forward_general"), (torch.bfloat16, "forward_mma")):
+        launches = explain(*Shape(1, 4, 2, 1, 2100, 8).qkv(dtype)).launches
+        assert [(launch.kernel, launch.blocks) for launch in launches] == [(kernel, 6), ("forward_merge", 4)]
+
+
 def test_a_plan_launches_nothing_and_the_next_call_does() -> None:
     q, k, v = Shape(1, 2, 1, 5, 9, 8).qkv()
     before = attention(q, k, v)
     plan = explain(q, k, v)
-    assert "forward_general, 1 blocks of 128 threads" in str(plan)
+    assert "forward_general, 1 block of 128 threads" in str(plan)
     assert torch.equal(attention(q, k, v), before)
 
 

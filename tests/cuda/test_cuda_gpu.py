@@ -29,9 +29,9 @@ def on_gpu(*tensors: Tensor) -> list[Tensor]:
 
 
 def a_cache(dtype: torch.dtype) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """A cache of two sequences, and the tokens of a step."""
+    """A cache of two sequences, whose keys blocks share out, and the tokens of a step."""
     cache = {
-        name: make((2, 2, 40, 64), dtype, seed=n).cuda() for n, name in enumerate(("k_cache", "v_cache"))
+        name: make((2, 2, 2100, 64), dtype, seed=n).cuda() for n, name in enumerate(("k_cache", "v_cache"))
     }
     return cache, on_gpu(
         make((2, 4, 1, 64), dtype, seed=5), *(make((2, 2, 1, 64), dtype, seed=n) for n in (6, 7))
@@ -41,7 +41,7 @@ def a_cache(dtype: torch.dtype) -> tuple[dict[str, Tensor], list[Tensor]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_of_decoding_is_captured_in_a_graph_and_replayed(dtype: torch.dtype) -> None:
     cache, (q, k, v) = a_cache(dtype)
-    lengths = torch.tensor([5, 8], device="cuda")
+    lengths = torch.tensor([1022, 8], device="cuda")
 
     def step() -> Tensor:
         return attn_ext.attention_with_kv_cache(q, **cache, cache_lengths=lengths, k=k, v=v)
@@ -56,7 +56,7 @@ def test_a_step_of_decoding_is_captured_in_a_graph_and_replayed(dtype: torch.dty
 
     for name, t in cache.items():
         t.copy_(start[name])
-    lengths.copy_(torch.tensor([5, 8]))
+    lengths.copy_(torch.tensor([1022, 8]))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
@@ -69,7 +69,7 @@ def test_a_step_of_decoding_is_captured_in_a_graph_and_replayed(dtype: torch.dty
         lengths += 1
     for name, t in cache.items():
         assert_same_bits(t, end[name], name)
-    lengths.copy_(torch.tensor([40, 8]))  # no room: told, not written
+    lengths.copy_(torch.tensor([2100, 8]))  # no room: told, not written
     graph.replay()
     with pytest.raises(IndexError, match="capacity"):
         check_cuda()

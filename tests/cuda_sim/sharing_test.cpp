@@ -41,7 +41,7 @@ TEST(sharing, few_rows_of_many_keys) {
   }
 }
 
-// At most 64 segments, and one more place in a ring.
+// At most 64 segments.
 TEST(sharing, segments_grow_with_the_keys) {
   int64_t largest = 0;
   for (const int64_t Lk : {1, 1024, 1025, 65536, 65537, 131072, 131073, 1 << 30}) {

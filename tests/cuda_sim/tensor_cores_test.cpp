@@ -127,8 +127,16 @@ TEST(tensor_cores, plans) {
     for (const int64_t D : {64, 128, 200}) {
       for (const size_t bytes : {size_t{163 * 1024}, size_t{48 * 1024}}) {
         cuda::most_shared = bytes;
-        const Problem problem(
-            {.name = "plan", .dtype = dtype, .Hq = 4, .Hkv = 2, .Lq = 150, .Lk = 70, .D = D, .Dv = D});
+        // Many rows, and few against keys that blocks share out.
+        const bool shares = D == 128;
+        const Problem problem({.name = "plan",
+                               .dtype = dtype,
+                               .Hq = 4,
+                               .Hkv = 2,
+                               .Lq = shares ? 2 : 150,
+                               .Lk = shares ? 1100 : 70,
+                               .D = D,
+                               .Dv = D});
         ForwardParams p;
         static_cast<AttentionParams&>(p) = problem.params();
         const cuda::ForwardPlan plan = cuda_sim::plan_forward(p);
@@ -143,6 +151,7 @@ TEST(tensor_cores, plans) {
           blocks = std::max(blocks, cuda_sim::statistics().blocks);
           launches = cuda_sim::statistics().launches;
         }
+        CHECK(launches == (shares ? 2 : 1), "D %ld: %ld launches", long(D), long(launches));
         CHECK(static_cast<int64_t>(plan.launches.size()) == launches && planned == blocks, "D %ld: %ld blocks, not %ld",
               long(D), long(blocks), long(planned));
         const bool on_tensor_cores = dtype == DType::bfloat16 && (D == 64 || bytes > 100 * 1024);
