@@ -363,6 +363,16 @@ def _have_tangent(*tensors: Tensor | None) -> bool:
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether calls on this device are recorded in a CUDA graph now, and nothing is computed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def out_of_reach(device: torch.device) -> bool:
+    """Whether no number can be read from tensors there: in compiled code, and while a CUDA graph is captured."""
+    return compiling() or capturing(device)
+
+
 def readable(t: Tensor) -> bool:
     """Whether the numbers in a tensor are at hand and are one for all: not without data, not batched by vmap.
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from attn_ext._arguments import (
     FLOATS,
     check_boundaries,
-    compiling,
     expect_tensor,
     index_of,
     integer_tensor,
+    out_of_reach,
     read_indices,
     whole_numbers,
 )
@@ -63,8 +63,10 @@ class BaseCache(abc.ABC):
     A plain object, no module: as an attribute of a module it stays out of the state dict. `copy.deepcopy` and `pickle`
     make independent copies. For inference: inputs that need a gradient are refused.
 
-    Under `torch.compile` no value of a tensor is read, so nothing can grow: call `reserve` before. A step past what is
-    reserved is refused by the operator. On the meta device a cache tells its sizes, and takes no tokens.
+    Under `torch.compile`, and while a CUDA graph is captured, no value of a tensor is read, so nothing can grow: call
+    `reserve` before. A step past what is reserved is refused by the operator (on a GPU by the device:
+    `backend.check_cuda`). A replayed graph goes on from where `lengths` are then. On the meta device a cache tells its
+    sizes, and takes no tokens.
 
     Attributes:
         lengths: (B,) int64, how many tokens each sequence holds. The cache moves them along in place; use `truncate` to
@@ -339,7 +341,7 @@ class BaseCache(abc.ABC):
     def _room_for(self, op: str, counts: Sequence[int] | None) -> Room:
         """Room for so many more tokens of each sequence, made without a change to the cache.
 
-        counts is None while compiling: then it is what is there.
+        counts is None where no length can be read: then it is what is there.
         """
 
     def _take_over(self, room: Room) -> None:
@@ -372,8 +374,8 @@ class BaseCache(abc.ABC):
             )
 
     def _count(self, op: str, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[int] | None:
-        """How many tokens come for each sequence, once they are known to fit the cache; None while compiling."""
-        if compiling():
+        """How many tokens come for each sequence, once they are known to fit; None where no number can be read."""
+        if out_of_reach(self.device):
             return None
         if (
             cu_seqlens is None

@@ -195,8 +195,8 @@ class PagedKVCache(BaseCache):
         if counts is None:
             if self._writes_shared:
                 raise RuntimeError(
-                    f"attn_ext.{op}: sequences share a block that is to be written to, which compiled code cannot "
-                    "copy; call reserve() first"
+                    f"attn_ext.{op}: sequences share a block that is to be written to, which compiled code and CUDA "
+                    "graphs cannot copy; call reserve() first"
                 )
             return Room(self._storage)
         runs = self._runs(op, counts)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ext._arguments import compiling, expect_tensor, read_window
+from attn_ext._arguments import expect_tensor, out_of_reach, read_window
 from attn_ext.kv_cache.base import BaseCache, Room, packed_counts, selected
 
 __all__ = ["SlidingKVCache"]
@@ -128,7 +128,7 @@ class SlidingKVCache(BaseCache):
                 f"attn_ext.{op}: a chunk that is fed in pieces needs one query for each new token, "
                 f"not q {tuple(q.shape)} and k {tuple(k.shape)}"
             )
-        if rotary is not None and not compiling():
+        if rotary is not None and not out_of_reach(self.device):
             self._expect_rotary_rows(op, self._count(op, k, v, cu_seqlens) or [], rotary)
         found, order = [], []
         for rows, cu in _pieces(sizes, cu_seqlens, q.device):
@@ -164,13 +164,13 @@ class SlidingKVCache(BaseCache):
     def _piece_sizes(self, op: str, k: Any, v: Any, cu_seqlens: Tensor | None, left: int) -> list[int]:
         """How many tokens of each sequence go into each piece: first what fills free slots, then left + n = capacity.
 
-        While compiling the lengths of packed sequences are not known, and all tokens make one piece, which the operator
+        Where no number can be read (compiled code, CUDA graphs) packed sequences make one piece, which the operator
         refuses if it is too long.
         """
         if v is None or not isinstance(k, Tensor) or k.dim() < 3:
             return []  # nothing, or what will be refused
         most, at_once = k.shape[-2 if cu_seqlens is None else 0], self.capacity - left
-        if most <= at_once or (compiling() and cu_seqlens is not None):
+        if most <= at_once or (out_of_reach(self.device) and cu_seqlens is not None):
             return [most]
         sizes = []
         counts = self._count(op, k, v, cu_seqlens)
@@ -208,10 +208,10 @@ class SlidingKVCache(BaseCache):
             return  # what is not right will be refused with the other arguments
         if k is not None and (cu_seqlens is not None or q.shape[2] <= k.shape[2]):
             return
-        if compiling():
+        if out_of_reach(self.device):
             raise ValueError(
-                f"attn_ext.{op}: compiled code cannot know what a query of an earlier token would still find; "
-                f"give k and v with q, as many tokens of each"
+                f"attn_ext.{op}: compiled code and CUDA graphs cannot know what a query of an earlier token would "
+                f"still find; give k and v with q, as many tokens of each"
             )
         n = 0 if k is None else k.shape[2]
         if cu_seqlens is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import check_boundaries, compiling, integer_tensor
+from .._arguments import check_boundaries, integer_tensor, out_of_reach
 from ..kv_cache import BaseCache, DecoderCache, KVCache, PagedKVCache, SlidingKVCache
 from ..nn import MultiHeadAttention
 from ..nn.transformer import one_a_layer
@@ -212,13 +212,13 @@ def _expect_tokens(who: str, tokens: Tensor, cu_seqlens: Tensor | None, batch: i
         found = f"{tuple(tokens.shape)} with {tuple(cu_seqlens.shape)}"
     if not fits:
         raise ValueError(f"{who}: expected tokens {expected} for caches of {batch} sequences, got {found}")
-    if cu_seqlens is not None and not compiling():
+    if cu_seqlens is not None and not out_of_reach(cu_seqlens.device):
         check_boundaries(who, "cu_seqlens", cu_seqlens.tolist(), "tokens", tokens.shape[0])
 
 
 def _expect_one_length(who: str, caches: Sequence[BaseCache | DecoderCache]) -> None:
-    """All layers must stand at the same positions (unseen by compiled code)."""
-    if compiling():
+    """All layers must stand at the same positions (unseen by compiled code and CUDA graphs)."""
+    if out_of_reach(caches[0].lengths.device):
         return
     first = caches[0].lengths
     if first.is_meta:
@@ -235,8 +235,8 @@ def _expect_one_length(who: str, caches: Sequence[BaseCache | DecoderCache]) -> 
 def expect_positions(
     who: str, tokens: Tensor, cu_seqlens: Tensor | None, cache: BaseCache | DecoderCache, max_len: int
 ) -> None:
-    """Raises ValueError where a sequence would become longer than the model can read (unseen by compiled code)."""
-    if compiling() or not cache.batch:
+    """Raises ValueError where a sequence would become longer than the model can read (unseen where nothing is read)."""
+    if out_of_reach(cache.lengths.device) or not cache.batch:
         return
     after = cache.lengths + (tokens.shape[1] if cu_seqlens is None else cu_seqlens.diff())
     if int(after.max()) > max_len:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_ext._arguments import compiling
+from attn_ext._arguments import out_of_reach
 from attn_ext.kv_cache import BaseCache, PagedKVCache, SlidingKVCache
 from attn_ext.kv_cache.base import packed_counts
 from attn_ext.nn.positional import RotaryEmbedding, table_dtype
@@ -323,7 +323,7 @@ class MultiHeadAttention(nn.Module):
         if self.rotary is None:
             return {}
         rows = _reachable(cache)
-        if not compiling():  # which cannot read lengths, nor let a cache grow
+        if not out_of_reach(cache.device):  # else no length can be read, and no cache grows
             if k is None:
                 new = 0
             elif cu_seqlens is None:

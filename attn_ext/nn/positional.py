@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_ext._arguments import compiling
+from attn_ext._arguments import out_of_reach
 
 __all__ = ["PositionalEncoding", "RotaryEmbedding", "next_positions"]
 
@@ -171,7 +171,7 @@ class RotaryEmbedding(nn.Module):
         rows = 0 if kept is None else kept[0].shape[0]
         if kept is not None and length <= rows:
             return kept
-        if compiling():
+        if out_of_reach(key[1]):  # tables of a graph are its own: written anew with each replay
             return self._new_tables(length, *key)
         with torch.inference_mode(False):  # a tensor of inference mode could not be used everywhere
             kept = self._new_tables(max(_LEAST_ROWS, length, 2 * rows), *key)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import attn_ext
 from attn_ext.backend import check_cuda
+from attn_ext.models import CausalLM
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="the simulator has no streams, graphs and devices")
 
@@ -73,6 +74,30 @@ def test_a_step_of_decoding_is_captured_in_a_graph_and_replayed(dtype: torch.dty
     graph.replay()
     with pytest.raises(IndexError, match="capacity"):
         check_cuda()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "sliding"])
+def test_a_step_of_a_model_is_captured_in_a_graph_and_replayed(kind: str) -> None:
+    model = CausalLM(11, 32, 2, 64, num_layers=2, max_len=64).eval().cuda()
+    window = {"window": 5} if kind == "sliding" else {}
+    caches, expected = (model.new_cache(2, kind=kind, **window) for _ in range(2))
+    for cache in caches:
+        cache.reserve(64)
+    ids = torch.arange(24, device="cuda").remainder(11).view(2, 12)
+    token = ids[:, :1].clone()
+    with torch.no_grad():
+        for n in range(2):  # what is made once (libraries' workspaces) is made before the capture
+            assert_same_bits(
+                model(ids[:, n : n + 1], cache=caches), model(ids[:, n : n + 1], cache=expected), f"{n}"
+            )
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = model(token, cache=caches)
+        for n in range(2, 12):
+            token.copy_(ids[:, n : n + 1])
+            graph.replay()
+            assert_same_bits(logits, model(token, cache=expected), f"token {n}")
+    assert caches[0].lengths.tolist() == [12, 12]
 
 
 def test_forward_and_backward_are_captured_in_a_graph() -> None:

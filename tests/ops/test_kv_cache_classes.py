@@ -7,6 +7,7 @@ import io
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ import torch
 from cache_support import Tokens, full_pass, packed, stacked, tokens
 from op_support import assert_same_bits, make
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import attn_ext
 from attn_ext import KVCache, PagedKVCache, SlidingKVCache
 from attn_ext.kv_cache import base
+from attn_ext.models import CausalLM
 
 WINDOW = 4
 KINDS: dict[str, Callable[..., Any]] = {
@@ -730,6 +733,82 @@ def test_a_ring_below_its_window_is_refused() -> None:
     with pytest.raises(ValueError, match="at least the window, 4, not 3"):
         SlidingKVCache(1, 2, 8, window=4, capacity=3)
     SlidingKVCache(1, 2, 8, window=4).reserve(10**9)
+
+
+# ---------------------------------------------------------------------------------------------- CUDA graphs
+
+
+class NothingIsRead(TorchFunctionMode):
+    """What a captured graph forbids: to look at a number of a tensor, for which the host would wait."""
+
+    FORBIDDEN = frozenset(
+        {
+            "tolist",
+            "item",
+            "numpy",
+            "cpu",
+            "nonzero",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+            "equal",
+        }
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        assert name not in self.FORBIDDEN, f"{name} of a tensor"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """Has the package believe that a graph is captured, and sees to it that nothing is read then."""
+
+    @contextmanager
+    def capture() -> Iterator[None]:
+        with monkeypatch.context() as patch, NothingIsRead():
+            patch.setattr(attn_ext._arguments, "capturing", lambda device: True)
+            yield
+
+    return capture
+
+
+def test_a_step_in_a_graph_reads_nothing(kind: str, captured: Any) -> None:
+    cache = KINDS[kind]()
+    cache.append(*stacked(some([3, 3]), 0, 3)[1:])
+    cache.reserve(30)
+    expected = copy.deepcopy(cache)
+    sequences = some([30, 30], seed=3)
+    for n in range(20):
+        q, k, v = stacked(sequences, n, n + 1)
+        with captured():
+            if n % 2:
+                cache.append(k, v)
+            else:
+                out = cache.attend(q, k, v)
+        if n % 2:
+            expected.append(k, v)
+        else:
+            assert_same_bits(out, expected.attend(q, k, v), f"token {n}")
+    assert_same_bits(cache.k, expected.k, "k")
+    assert cache.lengths.tolist() == [23, 23]
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_a_step_of_a_model_in_a_graph_reads_nothing(kind: str, positions: str, captured: Any) -> None:
+    model = CausalLM(11, 16, 2, 32, num_layers=2, max_len=64, positions=positions).eval()
+    window = {"window": 5} if kind == "sliding" else {}
+    caches, expected = (model.new_cache(2, kind=kind, **window) for _ in range(2))
+    for cache in caches:
+        cache.reserve(64)
+    ids = torch.arange(20).remainder(11).view(2, 10)
+    with torch.no_grad():
+        for n in range(10):
+            with captured():
+                logits = model(ids[:, n : n + 1], cache=caches)
+            assert_same_bits(logits, model(ids[:, n : n + 1], cache=expected), f"token {n}")
 
 
 # --------------------------------------------------------------------------------------------------- compiled
