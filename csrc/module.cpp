@@ -68,13 +68,7 @@ py::dict build_info() {
 py::dict plan_forward(int64_t B, int64_t Hq, int64_t Hkv, int64_t Lq, int64_t Lk, int64_t D, int64_t Dv,
                       const std::string& dtype, int threads) {
   attn_ext::AttentionParams p;
-  p.batch = B;
-  p.Hq = Hq;
-  p.Hkv = Hkv;
-  p.Lq = Lq;
-  p.Lk = Lk;
-  p.D = D;
-  p.Dv = Dv;
+  p.set_sizes(B, Hq, Hkv, Lq, Lk, D, Dv);
   const attn_ext::cpu::ForwardPlan plan = attn_ext::cpu::plan_forward(p, threads);
   const attn_ext::cpu::TileShape tile = attn_ext::cpu::kernels().tile(dtype == "float64");
   const int64_t element = dtype == "float64" ? 8 : 4;

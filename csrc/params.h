@@ -116,6 +116,18 @@ struct AttentionParams {
   // Whether there is any row to compute. (Packed rows that no sequence has count as well: a GPU's host cannot tell.)
   bool has_rows() const { return (batch > 0 || cu_q != nullptr) && Hq > 0 && Lq > 0; }
 
+  // For whoever asks only how a call of these sizes is cut.
+  void set_sizes(int64_t B, int64_t query_heads, int64_t key_heads, int64_t queries, int64_t keys, int64_t key_width,
+                 int64_t value_width) {
+    batch = B;
+    Hq = query_heads;
+    Hkv = key_heads;
+    Lq = queries;
+    Lk = keys;
+    D = key_width;
+    Dv = value_width;
+  }
+
   // The scores need work between q·k and the softmax (or the scale is 0, or so small that it is none of the scores'
   // normal numbers): they are then held scaled, in natural units, in "score units" otherwise (raw q·k). The row max is
   // saved in those same units.

@@ -71,12 +71,14 @@ ForwardPlan plan_forward(const ForwardParams& p) {
 }
 
 void backward(const BackwardParams& p, void* delta, StreamHandle stream) {
-  if (p.batch == 0 || p.Hkv == 0) return;
-  if (why_not_tensor_cores(p) != nullptr || p.Dv == 0 || !fits_mma(p)) return backward_general(p, delta, stream);
-  BackwardParams rest = p;
-  rest.dq = rest.dk = rest.dv = {};
-  backward_general(rest, delta, stream);
-  backward_mma(p, static_cast<const float*>(delta), stream);
+  if (!p.has_rows() || p.Hkv == 0) return;
+  const bool on_tensor_cores = why_not_tensor_cores(p) == nullptr && p.Dv > 0 && fits_mma(p);
+  const bool without_sequences =
+      p.batch == 0;  // rows that belong to none hand what comes in for their lse to the sinks
+  BackwardParams general = p;
+  if (on_tensor_cores || without_sequences) general.dq = general.dk = general.dv = {};
+  backward_general(general, delta, stream);
+  if (on_tensor_cores && !without_sequences) backward_mma(p, static_cast<const float*>(delta), stream);
 }
 
 }  // namespace attn_ext::cuda

@@ -5,20 +5,10 @@
 
 #include <stdexcept>
 
-#include "cuda/kernels.h"
-
-#if defined(ATTN_EXT_CUDA_SIM)
-#include "cuda_sim/kernels.h"
-#endif
+#include "on_cuda/kernels.h"
 
 namespace attn_ext {
 namespace {
-
-#if defined(ATTN_EXT_CUDA_SIM)
-namespace kernels = cuda_sim;
-#else
-namespace kernels = cuda;
-#endif
 
 cuda::StreamHandle current_stream() {
 #if defined(ATTN_EXT_CUDA_SIM)

@@ -4,22 +4,12 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/kernels.h"
-
-#if defined(ATTN_EXT_CUDA_SIM)
-#include "cuda_sim/kernels.h"
-#endif
+#include "on_cuda/kernels.h"
 
 namespace py = pybind11;
 
 namespace attn_ext {
 namespace {
-
-#if defined(ATTN_EXT_CUDA_SIM)
-namespace kernels = cuda_sim;
-#else
-namespace kernels = cuda;
-#endif
 
 DType dtype_named(const std::string& name) {
   if (name == "float32") return DType::float32;
@@ -32,13 +22,7 @@ DType dtype_named(const std::string& name) {
 py::dict plan_cuda_forward(int64_t B, int64_t Hq, int64_t Hkv, int64_t Lq, int64_t Lk, int64_t D, int64_t Dv,
                            const std::string& dtype) {
   ForwardParams p;
-  p.batch = B;
-  p.Hq = Hq;
-  p.Hkv = Hkv;
-  p.Lq = Lq;
-  p.Lk = Lk;
-  p.D = D;
-  p.Dv = Dv;
+  p.set_sizes(B, Hq, Hkv, Lq, Lk, D, Dv);
   p.q.dtype = p.k.dtype = p.v.dtype = dtype_named(dtype);
   const cuda::ForwardPlan plan = kernels::plan_forward(p);
   py::list launches;

@@ -53,13 +53,7 @@ TEST(tasks, each_once) {
 
 AttentionParams shape(int64_t batch, int64_t Hq, int64_t Hkv, int64_t Lq, int64_t Lk, int64_t D, int64_t Dv) {
   AttentionParams p;
-  p.batch = batch;
-  p.Hq = Hq;
-  p.Hkv = Hkv;
-  p.Lq = Lq;
-  p.Lk = Lk;
-  p.D = D;
-  p.Dv = Dv;
+  p.set_sizes(batch, Hq, Hkv, Lq, Lk, D, Dv);
   return p;
 }
 
