@@ -149,11 +149,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     p.dsinks = sink_gradients.data();
     result[5] = zeros({p.Hq}, sinks->scalar_type());
   }
-  if (p.Lk == 0) {  // what is left is a sink's gradient: its logit is then the lse
-    p.dq = p.dk = p.dv = {};
-    for (TensorView& view : p.dbias) view = {};
-  }
-  if (p.has_rows() && (p.dq || p.dk || p.dv || p.dbias[0] || p.dbias[1] || p.dsinks != nullptr)) run(p, q);
+  if (grads != 0 && p.has_rows()) run(p, q);  // also without keys: a sink's logit is the lse then
   if (grads & of_sinks) sink_gradients.store(result[5]);
   return {result[0], result[1], result[2], result[3], result[4], result[5]};
 }

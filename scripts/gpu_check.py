@@ -161,13 +161,13 @@ def machine() -> dict[str, str]:
     }
 
 
-def first_line(command: Sequence[str], holding: str = "") -> str:
-    """The first line that a command prints with `holding` in it; "unknown" where there is none."""
+def first_line(command: Sequence[str]) -> str:
+    """The first line that a command prints; "unknown" where there is none."""
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     except OSError:
         return "unknown"
-    return next((line.strip() for line in said.splitlines() if holding in line and line.strip()), "unknown")
+    return next((line.strip() for line in said.splitlines() if line.strip()), "unknown")
 
 
 def report(where: Mapping[str, str], outcomes: Sequence[Outcome]) -> str:

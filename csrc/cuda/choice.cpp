@@ -4,7 +4,7 @@
 //                                      gradients to 128)
 //   forward_general, backward_general  everything else: fp32, fp64, wider heads, int8 caches; and the gradients of biases
 //                                      and sinks
-//   forward_merge                      where blocks share keys: what is left to do then
+//   forward_merge                      where blocks share keys: joins what they have come to
 #include <algorithm>
 
 #include "cuda/kernels.h"
@@ -55,7 +55,7 @@ void forward(const ForwardParams& p, void* workspace, StreamHandle stream) {
   const Split split{places_of(p), workspace};
   const bool on_tensor_cores = why_forward_general(p) == nullptr;
   on_tensor_cores ? forward_mma(p, split, stream) : forward_general(p, split, stream);
-  if (split.places == 0) return;
+  if (!split.is_shared()) return;
   const bool not_scaled_yet = on_tensor_cores && p.dropout;  // forward_general scales weights as it drops others
   forward_merge(p, split, not_scaled_yet ? p.dropout_scale : 1.0, stream);
 }
@@ -72,13 +72,11 @@ ForwardPlan plan_forward(const ForwardParams& p) {
 
 void backward(const BackwardParams& p, void* delta, StreamHandle stream) {
   if (!p.has_rows() || p.Hkv == 0) return;
-  const bool on_tensor_cores = why_not_tensor_cores(p) == nullptr && p.Dv > 0 && fits_mma(p);
-  const bool without_sequences =
-      p.batch == 0;  // rows that belong to none hand what comes in for their lse to the sinks
-  BackwardParams general = p;
-  if (on_tensor_cores || without_sequences) general.dq = general.dk = general.dv = {};
-  backward_general(general, delta, stream);
-  if (on_tensor_cores && !without_sequences) backward_mma(p, static_cast<const float*>(delta), stream);
+  if (why_not_tensor_cores(p) != nullptr || p.Dv == 0 || !fits_mma(p)) return backward_general(p, delta, stream);
+  BackwardParams rest = p;
+  rest.dq = rest.dk = rest.dv = {};
+  backward_general(rest, delta, stream);
+  backward_mma(p, static_cast<const float*>(delta), stream);
 }
 
 }  // namespace attn_ext::cuda

@@ -12,7 +12,6 @@
 //
 // Tiles begin at multiples of 32 of the key's position, and a row's sums run over its keys in one order whatever the other
 // rows of the block are, segment by segment (segments.cuh): a row has the same bits in every batch.
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -52,8 +51,7 @@ class ForwardBlock : TileBlock<Traits> {
     Base::begin_sequence(b, hkv);
     if (!Base::begin_rows(row_begin, Base::stacked_rows())) return;
     const int64_t keys = segment_keys(p_, sequence_);
-    const bool shares = split_.places > 0;
-    if (shares && Base::key_lo_ < Base::key_hi_) {
+    if (split_.is_shared() && Base::key_lo_ < Base::key_hi_) {
       const int64_t begin = segment_at(split_, place, Base::key_lo_, keys) * keys;
       Base::keep_keys({begin, begin + keys});
     }
@@ -68,9 +66,9 @@ class ForwardBlock : TileBlock<Traits> {
         compute_segment(segment, keys, column_begin);
         join(segment, before);
       }
-      if (shares) store_partial(partial, column_begin);
+      if (split_.is_shared()) store_partial(partial, column_begin);
     }
-    if (!shares) finish(column_begin);
+    if (!split_.is_shared()) finish(column_begin);
   }
 
  private:
@@ -230,11 +228,11 @@ template <class Traits>
 ATTN_EXT_KERNEL void forward_general(ATTN_EXT_GRID_CONSTANT const ForwardParams p,
                                      ATTN_EXT_GRID_CONSTANT const Split split, const ForwardTasks tasks) {
   ForwardBlock<Traits> block(p, split);
-  const int64_t places = split.places == 0 ? 1 : split.places;
+  const int64_t shares = split.shares();
   for (int64_t task = block_index(); task < tasks.count; task += block_count()) {
     const int64_t rows = task / tasks.column_blocks, column = task % tasks.column_blocks * Traits::kColumns;
-    const BlockPlace at = place_of_rows<Traits::kRows>(p, tasks.row_blocks, rows / places);
-    block.compute(at.b, at.hkv, at.begin, column, rows % places, rows);
+    const BlockPlace at = place_of_rows<Traits::kRows>(p, tasks.row_blocks, rows / shares);
+    block.compute(at.b, at.hkv, at.begin, column, rows % shares, rows);
   }
 }
 
@@ -246,7 +244,7 @@ void launch_general(const ForwardParams& p, const Split& split, StreamHandle str
   tasks.row_blocks = row_blocks_of<Traits::kRows>(p, true);
   tasks.column_blocks =
       p.Dv > 0 ? pieces(p.Dv, Traits::kColumns) : 1;  // without columns there are still the statistics
-  tasks.count = heads_of_blocks(p) * tasks.row_blocks * std::max<int64_t>(split.places, 1) * tasks.column_blocks;
+  tasks.count = heads_of_blocks(p) * tasks.row_blocks * split.shares() * tasks.column_blocks;
   launch_tasks("forward_general", forward_general<Traits>, tasks.count, Traits::kThreads, Traits::kSharedBytes, stream,
                p, split, tasks);
 }

@@ -13,7 +13,6 @@
 // Tiles begin at multiples of their size by the key's position, and a row's sums run over its keys in one order whatever the
 // other rows of the block are, segment by segment (segments.cuh): a block that walks over several puts its sums aside at each
 // border.
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -77,7 +76,7 @@ class ForwardMmaBlock : public MmaBlock<Traits> {
       const int64_t keys = segment_keys(p_, Base::sequence());
       end_segment((Base::block_keys().hi - 1) / keys * keys, before);
     }
-    if (split_.places == 0) {
+    if (!split_.is_shared()) {
       finish();
     } else if (sees_keys) {
       store_partial();
@@ -104,7 +103,7 @@ class ForwardMmaBlock : public MmaBlock<Traits> {
 
   // Of the keys that the rows see those of one segment, where keys are shared out.
   ATTN_EXT_DEVICE void keep_segment(int64_t place, MmaRange& block) const {
-    if (split_.places == 0 || block.lo >= block.hi) return;
+    if (!split_.is_shared() || block.lo >= block.hi) return;
     const int64_t keys = segment_keys(p_, Base::sequence());
     const int64_t begin = segment_at(split_, place, block.lo, keys) * keys;
     block.lo = Largest()(block.lo, begin);
@@ -270,10 +269,10 @@ template <class Traits>
 ATTN_EXT_KERNEL void forward_mma_kernel(ATTN_EXT_GRID_CONSTANT const ForwardParams p,
                                         ATTN_EXT_GRID_CONSTANT const Split split, int64_t row_blocks, int64_t tasks) {
   ForwardMmaBlock<Traits> block(p, split);
-  const int64_t places = split.places == 0 ? 1 : split.places;
+  const int64_t shares = split.shares();
   for (int64_t task = block_index(); task < tasks; task = block.next_task()) {
-    const BlockPlace at = place_of_rows<Traits::kRows>(p, row_blocks, task / places);
-    block.compute(task, at.b, at.hkv, at.begin, task % places);
+    const BlockPlace at = place_of_rows<Traits::kRows>(p, row_blocks, task / shares);
+    block.compute(task, at.b, at.hkv, at.begin, task % shares);
   }
 }
 
@@ -282,7 +281,7 @@ ATTN_EXT_KERNEL void forward_mma_kernel(ATTN_EXT_GRID_CONSTANT const ForwardPara
 template <class Traits>
 void launch_mma(const ForwardParams& p, const Split& split, StreamHandle stream) {
   const int64_t row_blocks = row_blocks_of<Traits::kRows>(p, true);
-  const int64_t tasks = heads_of_blocks(p) * row_blocks * std::max<int64_t>(split.places, 1);
+  const int64_t tasks = heads_of_blocks(p) * row_blocks * split.shares();
   launch_tasks("forward_mma", forward_mma_kernel<Traits>, tasks, Traits::kThreads, Traits::kSharedBytes, stream, p,
                split, row_blocks, tasks);
 }

@@ -32,6 +32,10 @@ ATTN_EXT_SHARED inline int64_t segment_keys_of(int64_t Lk) {
 struct Split {
   int64_t places = 0;  // for partials, of every batch entry and key/value head; 0: keys are not shared out
   void* partials = nullptr;
+
+  ATTN_EXT_SHARED bool is_shared() const { return places > 0; }
+  // Blocks that each block of rows becomes.
+  ATTN_EXT_SHARED int64_t shares() const { return is_shared() ? places : 1; }
 };
 
 // What forward and backward choose from (choice.cpp). Of the gradients backward_mma has those of q, k and v, from the delta

@@ -22,7 +22,9 @@ import attn_ext
 from attn_ext.backend import check_cuda
 from attn_ext.models import CausalLM
 
-pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="the simulator has no streams, graphs and devices")
+pytestmark = pytest.mark.skipif(
+    DEVICE != "cuda", reason="needs a GPU: the simulator has no streams, graphs or second device"
+)
 
 
 def on_gpu(*tensors: Tensor) -> list[Tensor]:
@@ -154,7 +156,7 @@ def test_calls_on_two_streams_do_not_disturb_each_other() -> None:
     check_cuda()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: this machine has fewer")
 def test_a_device_that_is_not_the_current_one() -> None:
     q, k, v = (t.to("cuda:1") for t in Shape(1, 2, 1, 70, 70, 64).qkv())
     with torch.cuda.device(0):
@@ -182,7 +184,7 @@ def test_many_blocks(dtype: torch.dtype, d: int) -> None:
 def test_more_than_two_to_the_31_elements() -> None:
     free = torch.cuda.mem_get_info()[0]
     if free < 24e9:
-        pytest.skip("the GPU has less than 24 GB of free memory")
+        pytest.skip(f"needs 24 GB of free memory on the GPU, and {free / 1e9:.0f} GB are free")
     length = 2**24 + 5  # 2.1 × 10^9 elements of k, and as many of v
     k, v = (torch.zeros(1, 1, length, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     k[..., -1, :], v[..., -1, :] = 8.0, 1.0

@@ -348,8 +348,8 @@ class ForwardWorker {
     // Where memory sets the speed, and rows lie end to end: the next block's values, whose turn comes first there. Every
     // panel of columns asks for its share of them, a step of keys at a time.
     const int64_t row_bytes = p_.Dv * size_of(p_.v.dtype);
-    const bool ask =
-        by_panel_ && block_keys_ > 1 && v_rows_[block_keys_ - 1] - v_rows_[0] == (block_keys_ - 1) * row_bytes;
+    const bool ask = by_panel_ && block_keys_ > 1 && block_start_ + block_keys_ < key_hi_ &&
+                     v_rows_[block_keys_ - 1] - v_rows_[0] == (block_keys_ - 1) * row_bytes;
     const char* next = v_rows_[0] + block_keys_ * row_bytes;
     for (int64_t column = 0; column < padded_dv_; column += kPanel<T>) {
       const int vecs = padded_dv_ - column > N ? kTileVecs : 1;
@@ -359,17 +359,17 @@ class ForwardWorker {
         const int64_t from = strip.panel_begin * kPanelKeys;
         const int64_t to = std::min(strip.panel_end * kPanelKeys, block_keys_);
         if (from >= to) continue;
-        const T* weights = scores_ + (strip.row_begin - strips[0].row_begin) * ld + from;
-        T* acc = t.acc + strip.row_begin * padded_dv_ + column;
+        const auto multiply_strip = [&](auto... ahead) {
+          multiply<T, Start::from_c, Along::k>(
+              strip.rows(), vecs, to - from, scores_ + (strip.row_begin - strips[0].row_begin) * ld + from, ld,
+              v + from * vecs * N, vecs * N, t.acc + strip.row_begin * padded_dv_ + column, padded_dv_, ahead...);
+        };
         if (ask && !asked) {
-          const int64_t step = vecs * N * size_of(p_.v.dtype);
-          multiply<T, Start::from_c, Along::k>(strip.rows(), vecs, to - from, weights, ld, v + from * vecs * N,
-                                               vecs * N, acc, padded_dv_,
-                                               Ahead{next + column * size_of(p_.v.dtype) * block_keys_, step});
+          const int64_t size = size_of(p_.v.dtype);
+          multiply_strip(Ahead{next + column * size * block_keys_, vecs * N * size});
           asked = true;
         } else {
-          multiply<T, Start::from_c, Along::k>(strip.rows(), vecs, to - from, weights, ld, v + from * vecs * N,
-                                               vecs * N, acc, padded_dv_);
+          multiply_strip();
         }
       }
     }
