@@ -2,6 +2,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 #include <atomic>
@@ -15,6 +19,31 @@ namespace {
 #define ATTN_EXT_TABLE_ROW(isa) {#isa, isa::forward, isa::backward, isa::weights, isa::append, isa::tile},
 constexpr Kernels kTable[] = {ATTN_EXT_FOR_EACH_ISA(ATTN_EXT_TABLE_ROW)};  // best first
 #undef ATTN_EXT_TABLE_ROW
+
+#if defined(__x86_64__)
+// Whether the CPU multiplies bf16 tiles, the OS saves them, and lets this process have them: Linux wants to be asked once
+// (arch_prctl, since 5.16), for a thread's state grows by 8 KB.
+bool has_amx_bf16() {
+#if defined(__linux__)
+  static const bool has = [] {
+    constexpr unsigned kTiles = 1u << 24, kBf16 = 1u << 22, kSavedByOs = 1u << 27;
+    constexpr unsigned kTileConfigAndData = 3u << 17;  // of XCR0
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx & kSavedByOs) == 0) return false;
+    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+    if ((edx & (kTiles | kBf16)) != (kTiles | kBf16)) return false;
+    unsigned low = 0, high = 0;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & kTileConfigAndData) != kTileConfigAndData) return false;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return has;
+#else
+  return false;
+#endif
+}
+#endif
 
 struct Feature {
   const char* name;
@@ -35,7 +64,9 @@ std::vector<Feature> features() {
           {"avx512f", __builtin_cpu_supports("avx512f") != 0},
           {"avx512bw", __builtin_cpu_supports("avx512bw") != 0},
           {"avx512dq", __builtin_cpu_supports("avx512dq") != 0},
-          {"avx512vl", __builtin_cpu_supports("avx512vl") != 0}};
+          {"avx512vl", __builtin_cpu_supports("avx512vl") != 0},
+          {"avx512bf16", __builtin_cpu_supports("avx512bf16") != 0},
+          {"amx_bf16", has_amx_bf16()}};
 #elif defined(__aarch64__)
   return {{"asimd", true}};
 #else
@@ -47,6 +78,10 @@ std::vector<Feature> features() {
 std::vector<std::string> required(const std::string& isa) {
   if (isa == "avx2") return {"avx2", "fma", "f16c"};
   if (isa == "avx512") return {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"};
+  if (isa == "avx512_bf16") return {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16"};
+  if (isa == "amx_bf16") {
+    return {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "amx_bf16"};
+  }
   if (isa == "neon") return {"asimd"};
   return {};
 }

@@ -20,14 +20,15 @@ namespace attn_ext::cpu {
 #if defined(ATTN_EXT_CUDA_SIM)
 inline constexpr const char* kAllIsas[] = {"cuda_sim"};
 #else
-inline constexpr const char* kAllIsas[] = {"avx512", "avx2", "neon", "scalar"};
+inline constexpr const char* kAllIsas[] = {"amx_bf16", "avx512_bf16", "avx512",
+                                             "avx2",     "neon",        "scalar"};
 #endif
 }  // namespace attn_ext::cpu
 
 #if defined(ATTN_EXT_CUDA_SIM)
 #define ATTN_EXT_FOR_EACH_ISA(X) X(cuda_sim)
 #elif defined(__x86_64__)
-#define ATTN_EXT_FOR_EACH_ISA(X) X(avx512) X(avx2) X(scalar)
+#define ATTN_EXT_FOR_EACH_ISA(X) X(amx_bf16) X(avx512_bf16) X(avx512) X(avx2) X(scalar)
 #elif defined(__aarch64__)
 #define ATTN_EXT_FOR_EACH_ISA(X) X(neon) X(scalar)
 #else

@@ -444,11 +444,14 @@ double rounding(DType dtype) {
 // What sums and scores on the way may be off by.
 double computing(DType dtype) { return dtype == DType::float64 ? 2e-14 : 1e-5; }
 
-// What weights are off by on the way to their product with v: tensor cores multiply 16-bit numbers.
+// What weights are off by on the way to their product with v: tensor cores multiply 16-bit numbers, and so do CPUs with
+// instructions for bf16.
 double rounding_of_weights(const Case& c) {
-  const bool on_tensor_cores = std::strcmp(cpu::active_isa(), "cuda_sim") == 0 && std::max(c.D, c.Dv) <= 256;
+  const std::string isa = cpu::active_isa();
   const bool in_16_bits = c.dtype == DType::bfloat16 || c.dtype == DType::float16;
-  return on_tensor_cores && in_16_bits ? rounding(c.dtype) : 0;
+  const bool on_tensor_cores = isa == "cuda_sim" && std::max(c.D, c.Dv) <= 256 && in_16_bits;
+  const bool in_pairs = (isa == "avx512_bf16" || isa == "amx_bf16") && c.dtype == DType::bfloat16;
+  return on_tensor_cores || in_pairs ? rounding(c.dtype) : 0;
 }
 
 // fp16's steps are 2^-24 below this: what is rounded there is off by as much as a weight of this size.

@@ -7,6 +7,7 @@
 #include "cpu/generic/pack-inl.h"
 #include "cpu/generic/scores-inl.h"
 #include "cpu/generic/direct-inl.h"
+#include "cpu/generic/products-inl.h"
 #include "cpu/generic/forward-inl.h"
 #include "cpu/generic/backward-inl.h"
 #include "cpu/generic/weights-inl.h"

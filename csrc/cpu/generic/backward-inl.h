@@ -21,8 +21,9 @@
 namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
 namespace {
 
-template <class T>
+template <class Products>
 class BackwardWorker {
+  using T = typename Products::T;
   using V = Vec<T>;
   static constexpr int N = V::N;
   static constexpr int64_t kKeys = kBackwardKeys, kRows = kBackwardRows;
@@ -63,7 +64,7 @@ class BackwardWorker {
     keys_ = std::min(kKeys, sequence_.Lk - at.key);
     const int64_t row = sequence_.k_row + at.key;
     const char* k = address(p_.k, p_.batch_inner, at.b, at.hkv, row);
-    pack_transposed<T>(p_.k, EvenRows(p_.k, k), keys_, p_.D, k_panels_);
+    Products::pack_keys(p_.k, EvenRows(p_.k, k), keys_, p_.D, k_panels_);
     if (p_.Dv > 0) {  // an empty tensor's pointer is null, with no address to count from
       pack_transposed<T>(p_.v, EvenRows(p_.v, address(p_.v, p_.batch_inner, at.b, at.hkv, row)), keys_, p_.Dv,
                          v_panels_);
@@ -83,8 +84,13 @@ class BackwardWorker {
     load_rows(at.b, h);
 
     const int64_t columns = round_up_to(to_, N) - from_;
-    multiply_panels<T, Start::zero, Along::k>(rows_, columns, p_.D, q_rows_, d_, k_panels_ + from_ * p_.D,
-                                              {kPanel<T> * p_.D, 0}, p_tile_ + from_, kTileStride);
+    if constexpr (Products::kPairs) {
+      multiply_keys<Products>(rows_, columns, p_.D, q_pairs_, Products::depth(p_.D),
+                              k_panels_ + from_ * Products::right_rows(p_.D), p_tile_ + from_, kTileStride);
+    } else {
+      multiply_keys<Products>(rows_, columns, p_.D, q_rows_, d_, k_panels_ + from_ * p_.D, p_tile_ + from_,
+                              kTileStride);
+    }
     multiply_panels<T, Start::zero, Along::k>(rows_, columns, p_.Dv, go_rows_, dv_, v_panels_ + from_ * p_.Dv,
                                               {kPanel<T> * p_.Dv, 0}, ds_tile_ + from_, kTileStride);
 
@@ -179,7 +185,8 @@ class BackwardWorker {
     row_ = carve.take<ScoreRow>(kRows);
     q_rows_ = carve.take<T>(kRows * d_);
     go_rows_ = carve.take<T>(kRows * dv_);
-    k_panels_ = carve.take<T>(kKeys * p_.D);
+    if constexpr (Products::kPairs) q_pairs_ = carve.take<bf16>(kRows * Products::depth(p_.D));
+    k_panels_ = carve.take<typename Products::Right>(kKeys * Products::right_rows(p_.D));
     v_panels_ = carve.take<T>(kKeys * p_.Dv);
     k_rows_ = carve.take<T>(kKeys * d_);
     dk_rows_ = carve.take<T>(kKeys * d_);
@@ -233,7 +240,11 @@ class BackwardWorker {
   void load_rows(int64_t b, int64_t h) {
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t row = sequence_.q_row + row_[r].i;
-      load_row(p_.q, address(p_.q, p_.batch_inner, b, h, row), p_.D, units_.q_factor, q_rows_ + r * d_, d_);
+      const char* q = address(p_.q, p_.batch_inner, b, h, row);
+      load_row(p_.q, q, p_.D, units_.q_factor, q_rows_ + r * d_, d_);
+      if constexpr (Products::kPairs) {
+        Products::load_left(p_.q, q, p_.D, units_.q_factor, q_pairs_ + r * Products::depth(p_.D));
+      }
       if (p_.Dv == 0) continue;
       load_row(p_.grad_out, address(p_.grad_out, p_.batch_inner, b, h, row), p_.Dv, T(1), go_rows_ + r * dv_, dv_);
     }
@@ -348,7 +359,9 @@ class BackwardWorker {
 
   ScoreRow* row_ = nullptr;                      // [kRows]
   T *q_rows_ = nullptr, *go_rows_ = nullptr;     // [kRows][d_], [kRows][dv_]
-  T *k_panels_ = nullptr, *v_panels_ = nullptr;  // transposed panels of keys
+  bf16* q_pairs_ = nullptr;                      // [kRows][depth of D], where pairs are multiplied
+  typename Products::Right* k_panels_ = nullptr;  // transposed panels of keys
+  T* v_panels_ = nullptr;
   T* k_rows_ = nullptr;                          // panels of columns
   T *dk_rows_ = nullptr, *dv_rows_ = nullptr;    // [kKeys][d_], [kKeys][dv_]
   T *p_tile_ = nullptr, *ds_tile_ = nullptr;     // [kRows][kTileStride]
@@ -357,6 +370,7 @@ class BackwardWorker {
   uint8_t *keep_ = nullptr, *hidden_ = nullptr;  // [kKeys], [kRows][kTileStride]
 
   Scratch scratch_;
+  [[no_unique_address]] typename Products::Session session_;
 
   Sequence sequence_;
   int64_t keys_ = 0;  // of the packed block
@@ -421,10 +435,12 @@ void compute_sink_gradients(const BackwardParams& p, const Parallel& parallel, c
 
 // The gradient of a bias that several scores share, in a pass of its own that recomputes ds: a task owns entries of the
 // bias and adds up all that share them in a fixed order, so nothing is added by two threads.
-template <class T>
-void compute_bias_gradients(const BackwardParams& p, const Parallel& parallel, const T* delta, int n) {
+template <class Products>
+void compute_bias_gradients(const BackwardParams& p, const Parallel& parallel, const typename Products::T* delta,
+                            int n) {
+  using T = typename Products::T;
   constexpr int64_t kKeys = kBackwardKeys, kRows = kBackwardRows;
-  using Worker = BackwardWorker<T>;
+  using Worker = BackwardWorker<Products>;
   const bool by_b0 = p.bias_varies[n][0], by_b1 = p.bias_varies[n][1];
   const bool by_h = p.bias_varies[n][2], by_i = p.bias_varies[n][3], by_j = p.bias_varies[n][4];
   const int64_t inner = p.batch_inner, own_b0s = by_b0 ? p.batch / inner : 1, own_b1s = by_b1 ? inner : 1;
@@ -465,9 +481,10 @@ void compute_bias_gradients(const BackwardParams& p, const Parallel& parallel, c
   });
 }
 
-template <class T>
+template <class Products>
 void backward_of(const BackwardParams& p, const Parallel& parallel) {
-  using Worker = BackwardWorker<T>;
+  using Worker = BackwardWorker<Products>;
+  using T = typename Products::T;
   using Place = typename Worker::Place;
   const BackwardPlan plan = plan_backward(p, parallel.run ? parallel.threads : 1);
   const Parallel threads{plan.threads, parallel.run};
@@ -480,7 +497,7 @@ void backward_of(const BackwardParams& p, const Parallel& parallel) {
   for (int n = 0; n < kMaxBiases; ++n) {
     if (!p.dbias[n]) continue;
     own_bias[n] = std::all_of(std::begin(p.bias_varies[n]), std::end(p.bias_varies[n]), [](bool x) { return x; });
-    if (!own_bias[n]) compute_bias_gradients<T>(p, threads, delta.get(), n);
+    if (!own_bias[n]) compute_bias_gradients<Products>(p, threads, delta.get(), n);
   }
   if (!p.dq && !p.dk && !p.dv && !own_bias[0] && !own_bias[1]) return;
 

@@ -157,15 +157,20 @@ inline void direct_values(DType dtype, int64_t rows, int64_t Dv, const T* weight
 
 // Whether v's rows [from, to) hold numbers only.
 template <class T>
-inline bool direct_values_finite(DType dtype, int64_t Dv, const char* const* v_rows, int64_t from, int64_t to) {
+inline bool direct_values_finite(const TensorView& view, int64_t Dv, const char* const* v_rows, int64_t from,
+                                 int64_t to) {
   using V = Vec<T>;
   FiniteCheck<T> check;
-  with_cache_storage(dtype, [&]<class Storage>(Storage*) {
-    if constexpr (kVectorLoads<T, Storage>) {
-      for (int64_t j = from; j < to; ++j) {
-        const auto* row = reinterpret_cast<const Storage*>(v_rows[j]);
-        for (int64_t d = 0; d < Dv; d += V::N) check.see(V::load(row + d), V::zero());
+  with_cache_storage(view.dtype, [&]<class Storage>(Storage*) {
+    for (int64_t j = from; j < to; ++j) {
+      const auto* row = reinterpret_cast<const Storage*>(v_rows[j]);
+      int64_t d = 0;
+      if constexpr (kVectorLoads<T, Storage>) {
+        if (view.stride_d == 1) {
+          for (; d + V::N <= Dv; d += V::N) check.see(V::load(row + d), V::zero());
+        }
       }
+      for (; d < Dv; ++d) check.see(V::broadcast(convert_from<T>(row[d * view.stride_d])), V::zero());
     }
   });
   return check.all_finite();

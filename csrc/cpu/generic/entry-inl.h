@@ -2,17 +2,27 @@
 #pragma once
 
 namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
+namespace {
+
+// Calls f with a null pointer to the products that serve a dtype.
+template <class F>
+void with_products(DType dtype, F&& f) {
+  if (dtype == DType::float64) return f(static_cast<VectorProducts<double>*>(nullptr));
+  f(static_cast<VectorProducts<float>*>(nullptr));
+}
+
+}  // namespace
 
 void forward(const ForwardParams& p, const Parallel& parallel) {
-  p.q.dtype == DType::float64 ? forward_of<double>(p, parallel) : forward_of<float>(p, parallel);
+  with_products(p.q.dtype, [&]<class Products>(Products*) { forward_of<Products>(p, parallel); });
 }
 
 void backward(const BackwardParams& p, const Parallel& parallel) {
-  p.q.dtype == DType::float64 ? backward_of<double>(p, parallel) : backward_of<float>(p, parallel);
+  with_products(p.q.dtype, [&]<class Products>(Products*) { backward_of<Products>(p, parallel); });
 }
 
 void weights(const WeightsParams& p, const Parallel& parallel) {
-  p.q.dtype == DType::float64 ? weights_of<double>(p, parallel) : weights_of<float>(p, parallel);
+  with_products(p.q.dtype, [&]<class Products>(Products*) { weights_of<Products>(p, parallel); });
 }
 
 void append(const AppendParams& p, const Parallel& parallel) {

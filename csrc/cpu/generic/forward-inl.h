@@ -28,12 +28,16 @@
 namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
 namespace {
 
-template <class T>
+template <class Products>
 class ForwardWorker {
+  using T = typename Products::T;
+  using Left = typename Products::Left;
+  using Right = typename Products::Right;
   using V = Vec<T>;
   static constexpr int N = V::N;
-  static constexpr int MR = kTileRows<T>;
   static constexpr int64_t kPanelKeys = kPanel<T>;
+  // Where products of pairs read k as it lies: rows at most, and keys at a time.
+  static constexpr int64_t kDirectRows = 2 * N, kDirectKeys = 4 * N;
 
  public:
   // Unnormalised rows: what one segment, or several merged ones, know of a row.
@@ -49,17 +53,20 @@ class ForwardWorker {
         units_(p),
         padded_dv_(round_up_to(p.Dv, N)),
         by_panel_(plan.rows_per_task <= kRowBlock),
-        direct_keys_(plan.rows_per_task <= kDirectKeyRows && direct_keys_layout<T>(p.k, p.D)),
-        direct_(plan.rows_per_task <= MR && direct_layout<T>(p.v, p.Dv)),
+        direct_keys_(reads_keys_as_they_lie(p, plan.rows_per_task)),
+        direct_(reads_values_as_they_lie(p, plan.rows_per_task)),
+        packs_values_first_(Products::kPairs ? !by_panel_ : !direct_),
         scratch_(layout(nullptr)) {
     layout(scratch_.data());
   }
 
-  static int64_t partial_size(const ForwardParams& p, int64_t rows) { return rows * (round_up_to(p.Dv, N) + 2); }
+  static int64_t partial_size(const ForwardParams& p, int64_t rows) {
+    return Products::padded_rows(rows) * (round_up_to(p.Dv, N) + 2);
+  }
 
   static Partial partial_at(const ForwardParams& p, T* memory, int64_t rows) {
-    const int64_t width = round_up_to(p.Dv, N);
-    return {memory + rows * width, memory + rows * (width + 1), memory};
+    const int64_t width = round_up_to(p.Dv, N), padded = Products::padded_rows(rows);
+    return {memory + padded * width, memory + padded * (width + 1), memory};
   }
 
   // Rows [row_begin, row_end) of key/value head hkv of batch entry b, all keys, to the end.
@@ -96,17 +103,33 @@ class ForwardWorker {
   }
 
  private:
+  static bool reads_keys_as_they_lie(const ForwardParams& p, int64_t rows) {
+    if constexpr (Products::kPairs) return Products::kKeysAsTheyLie && rows <= kDirectRows;
+    return rows <= kDirectKeyRows && direct_keys_layout<T>(p.k, p.D);
+  }
+
+  static bool reads_values_as_they_lie(const ForwardParams& p, int64_t rows) {
+    return !Products::kPairs && rows <= kTileRows<T> && direct_layout<T>(p.v, p.Dv);
+  }
+
   size_t layout(char* base) {
     Carver carve(base);
-    const int64_t rows = plan_.rows_per_task, block_rows = std::min(rows, kRowBlock);
+    const int64_t rows = Products::padded_rows(plan_.rows_per_task), block_rows = std::min(rows, kRowBlock);
     const int64_t keys = std::min(kKeyBlock, round_up_to(std::max<int64_t>(p_.Lk, 1), kPanelKeys));
+    const int64_t panel_size = Products::right_rows(p_.D) * kPanelKeys;
     keys_capacity_ = keys;
     row_ = carve.take<ScoreRow>(rows);
-    q_ = carve.take<T>(rows * p_.D);
+    q_ = carve.take<Left>(rows * Products::depth(p_.D));
     k_rows_ = carve.take<const char*>(keys + kPanelKeys + kPrefetchKeys);
     v_rows_ = carve.take<const char*>(keys + kPanelKeys + kPrefetchKeys);
-    k_ = carve.take<T>(direct_keys_ ? 0 : (by_panel_ ? std::min(keys, kPanelKeys) : keys) * p_.D);
-    v_ = carve.take<T>(direct_ ? 0 : keys * padded_dv_);
+    k_ = carve.take<Right>(direct_keys_ ? 0 : (by_panel_ ? 1 : ceil_div(keys, kPanelKeys)) * panel_size);
+    v_ = carve.take<Right>(direct_ ? 0 : Products::right_rows(keys) * (packs_values_first_ ? padded_dv_ : kPanel<T>));
+    if constexpr (Products::kPairs) {
+      weights_ = carve.take<Left>(block_rows * weights_stride());
+      turned_q_ = carve.take<Right>(direct_keys_ ? panel_size : 0);
+      some_keys_ = carve.take<Left>(direct_keys_ ? kDirectKeys * Products::depth(p_.D) : 0);
+      turned_scores_ = carve.take<T>(direct_keys_ ? kDirectKeys * N : 0);
+    }
     k_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
     v_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
     scores_ = carve.take<T>(block_rows * keys);
@@ -137,14 +160,18 @@ class ForwardWorker {
         key_lo_ = std::min(key_lo_, row_[r].keys.lo);
         key_hi_ = std::max(key_hi_, row_[r].keys.hi);
       }
-      copy_row_scaled<T>(p_.q, address(p_.q, p_.batch_inner, b, row_[r].h, sequence_.q_row + i), p_.D, units_.q_factor,
-                         q_ + r * p_.D);
+      Products::load_left(p_.q, address(p_.q, p_.batch_inner, b, row_[r].h, sequence_.q_row + i), p_.D, units_.q_factor,
+                          q_ + r * Products::depth(p_.D));
       if (++i == sequence_.Lq) {
         i = 0;
         ++g;
       }
     }
     if (key_lo_ >= key_hi_) key_lo_ = key_hi_ = 0;
+    if constexpr (Products::kPairs) {
+      if (direct_keys_) turn_queries();
+      next_keys_asked_ = false;
+    }
     return true;
   }
 
@@ -170,15 +197,21 @@ class ForwardWorker {
     block_keys_ = end - start;
     find_rows(p_.k, k_rows_);
     if (p_.Dv > 0) find_rows(p_.v, v_rows_);
-    if (by_panel_ && p_.Dv > 0) {
+    if (!Products::kPairs && by_panel_ && p_.Dv > 0) {
       // What is asked for at the end of k is the beginning of v, and there the next block's k.
       std::swap_ranges(k_rows_ + block_keys_, k_rows_ + block_keys_ + kPrefetchKeys, v_rows_ + block_keys_);
       std::copy(v_rows_, v_rows_ + std::min(kPrefetchKeys, block_keys_), k_rows_ + block_keys_);
     }
     values_finite_ = true;
-    if (!by_panel_) pack_transposed<T>(p_.k, k_rows_, block_keys_, p_.D, k_);
-    if (!direct_ && p_.Dv > 0) {
-      values_finite_ = pack_rows<T>(p_.v, v_rows_, block_keys_, p_.Dv, keys_capacity_, v_);
+    if (!by_panel_) Products::pack_keys(p_.k, k_rows_, block_keys_, p_.D, k_);
+    if (packs_values_first_ && p_.Dv > 0) {
+      if constexpr (Products::kPairs) {
+        for (int64_t column = 0; column < p_.Dv; column += kPanel<T>) {
+          values_finite_ &= Products::pack_values(p_.v, v_rows_, block_keys_, p_.Dv, column, values_panel(column));
+        }
+      } else {
+        values_finite_ = pack_rows<T>(p_.v, v_rows_, block_keys_, p_.Dv, keys_capacity_, v_);
+      }
     }
     if (p_.scales.k) load_scales();
   }
@@ -248,12 +281,12 @@ class ForwardWorker {
 
   void compute_block(int64_t row_begin, int64_t row_end, Partial t) {
     const int64_t ld = keys_capacity_;
-    // Strips of as even a height as can be: the fewer rows a tile has, the fewer chains hide the time of a multiply-add.
-    std::array<Strip, ceil_div(kRowBlock, MR)> memory;
-    const int64_t rows = row_end - row_begin, count = ceil_div(rows, MR);
+    std::array<Strip, ceil_div(kRowBlock, Products::kRows)> memory;
+    const int64_t rows = row_end - row_begin, count = ceil_div(rows, Products::kRows);
     int64_t first = std::numeric_limits<int64_t>::max(), last = 0;
     for (int64_t i = 0; i < count; ++i) {
-      const Strip strip = strip_of(row_begin + rows * i / count, row_begin + rows * (i + 1) / count);
+      const Strip strip = strip_of(row_begin + Products::strip_begin(rows, count, i),
+                                   row_begin + Products::strip_begin(rows, count, i + 1));
       memory[i] = strip;
       if (strip.empty()) continue;
       first = std::min(first, strip.panel_begin);
@@ -263,11 +296,15 @@ class ForwardWorker {
     const Strips strips(memory.data(), count);
 
     // 1. s = q · kᵀ
-    if (direct_keys_) {
+    if (!direct_keys_) {
+      multiply_packed_keys(strips, first, last);
+    } else if constexpr (Products::kPairs) {
+      if constexpr (Products::kKeysAsTheyLie) {
+        multiply_keys_as_they_lie(rows, first * kPanelKeys, std::min(last * kPanelKeys, block_keys_));
+      }
+    } else {
       direct_keys<T>(p_.k.dtype, rows, p_.D, q_ + row_begin * p_.D, k_rows_, first * kPanelKeys,
                      std::min(last * kPanelKeys, block_keys_), scores_, ld);
-    } else {
-      multiply_keys(strips, first, last);
     }
 
     // 2. and 3. row by row
@@ -281,7 +318,7 @@ class ForwardWorker {
         T* x = scores_ + (i - row_begin) * ld;
         if (p_.scales.k) scale_row(s, k_scales_, x);
         if (!plain) finish_scores<T>(p_, units_, sequence_, row_[i], s, buffers_, x);
-        if (direct_ && p_.Dv > 0 && !exclude_hidden && hides_bad_value(s, x)) {
+        if (!packs_values_first_ && p_.Dv > 0 && !exclude_hidden && hides_bad_value(s, x)) {
           exclude_hidden = true;
           for (int64_t before = row_begin; before < i; ++before) {  // those rows hid none of the strip's keys
             std::memset(hidden_ + (before - row_begin) * ld + (s.from - s.start), 0, s.to - s.from);
@@ -299,8 +336,11 @@ class ForwardWorker {
 
     // 4. acc += p · v
     if (p_.Dv == 0) return;
-    if (exclude_hidden) return accumulate_visible(strips, t);
-    if (direct_) {
+    if constexpr (Products::kPairs) {
+      multiply_pairs_of_values(strips, exclude_hidden, t);
+    } else if (exclude_hidden) {
+      accumulate_visible(strips, t);
+    } else if (direct_) {
       direct_values<T>(p_.v.dtype, rows_, p_.Dv, scores_, ld, v_rows_, first * kPanelKeys,
                        std::min(last * kPanelKeys, block_keys_), t.acc);
     } else {
@@ -309,11 +349,12 @@ class ForwardWorker {
   }
 
   // s = q · kᵀ, panel by panel.
-  void multiply_keys(Strips strips, int64_t first_panel, int64_t last_panel) {
+  void multiply_packed_keys(Strips strips, int64_t first_panel, int64_t last_panel) {
+    const int64_t depth = Products::depth(p_.D), panel_size = Products::right_rows(p_.D) * kPanelKeys;
     const int64_t ld = keys_capacity_, size = size_of(p_.k.dtype), half = kPanelKeys / 2 * p_.D * size;
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       const int vecs = padded_keys(panel + 1) - panel * kPanelKeys > N ? kTileVecs : 1;
-      const T* k = k_ + (by_panel_ ? 0 : panel * kPanelKeys * p_.D);
+      const Right* k = k_ + (by_panel_ ? 0 : panel * panel_size);
       // The panel that comes next but one, where its rows lie end to end: one half is asked for while this one is
       // packed, the other while it is multiplied with the first strip of rows.
       const char* const* rows_of_k = k_rows_ + panel * kPanelKeys;
@@ -322,25 +363,191 @@ class ForwardWorker {
       if (by_panel_) {
         const int64_t count = std::min(kPanelKeys, block_keys_ - panel * kPanelKeys);
         if (ask) {
-          pack_transposed<T>(p_.k, rows_of_k, count, p_.D, k_, Ahead{next, 2 * static_cast<int64_t>(kCacheLine)});
+          Products::pack_keys(p_.k, rows_of_k, count, p_.D, k_, Ahead{next, 2 * static_cast<int64_t>(kCacheLine)});
         } else {
-          pack_transposed<T>(p_.k, rows_of_k, count, p_.D, k_);
+          Products::pack_keys(p_.k, rows_of_k, count, p_.D, k_);
         }
       }
       bool asked = false;
       for (const Strip& strip : strips) {
         if (panel < strip.panel_begin || panel >= strip.panel_end) continue;
-        const T* q = q_ + strip.row_begin * p_.D;
+        const Left* q = q_ + strip.row_begin * depth;
         T* x = scores_ + (strip.row_begin - strips[0].row_begin) * ld + panel * kPanelKeys;
         if (ask && !asked) {
-          multiply<T, Start::zero, Along::k>(strip.rows(), vecs, p_.D, q, p_.D, k, vecs * N, x, ld,
-                                             Ahead{next + half, kPanelKeys / 2 * size});
+          Products::template multiply<Start::zero>(strip.rows(), vecs, depth, q, depth, k, vecs * N, x, ld,
+                                                   Ahead{next + half, kPanelKeys / 2 * size});
           asked = true;
         } else {
-          multiply<T, Start::zero, Along::k>(strip.rows(), vecs, p_.D, q, p_.D, k, vecs * N, x, ld);
+          Products::template multiply<Start::zero>(strip.rows(), vecs, depth, q, depth, k, vecs * N, x, ld);
         }
       }
     }
+  }
+
+  // scores = k · qᵀ, some keys at a time, and turned. Keys in four tiles where one vector holds all rows (a tile's next
+  // product waits for the one before), in two where it takes two.
+  void multiply_keys_as_they_lie(int64_t rows, int64_t from, int64_t to) {
+    if (rows > N) {
+      multiply_keys_as_they_lie<typename Products::Tile::template Sums<2, 2>, 2>(rows, from, to);
+    } else {
+      multiply_keys_as_they_lie<typename Products::Tile::template Sums<4, 1>, 4>(rows, from, to);
+    }
+  }
+
+  template <class Sums, int tiles>
+  void multiply_keys_as_they_lie(int64_t rows, int64_t from, int64_t to) {
+    constexpr int64_t kKeys = tiles * N, kTurnedStride = kDirectKeys / tiles;
+    const int64_t depth = Products::depth(p_.D), row_bytes = p_.D * size_of(p_.k.dtype);
+    const bool whole = p_.k.dtype == DType::bfloat16 && p_.k.stride_d == 1 && p_.D == depth;
+    const bool end_to_end = k_rows_[block_keys_ - 1] - k_rows_[0] == (block_keys_ - 1) * row_bytes;
+    for (int64_t j = from; j < to; j += kKeys) {
+      const int64_t count = std::min(kKeys, to - j);
+      const Left* keys = some_keys_;
+      int64_t stride = depth;
+      const int64_t apart = k_rows_[j + 1] - k_rows_[j];
+      if (whole && count == kKeys && k_rows_[j + kKeys - 1] - k_rows_[j] == (kKeys - 1) * apart) {
+        keys = reinterpret_cast<const Left*>(k_rows_[j]);
+        stride = apart / static_cast<int64_t>(sizeof(Left));
+      } else {
+        Products::load_keys(p_.k, k_rows_ + j, count, p_.D, some_keys_);
+      }
+      // On the way: the values of the same keys, whose turn comes next, and the keys that follow where nobody has asked for
+      // them. As many bytes as k has.
+      const char* values = p_.Dv > 0 ? v_rows_[j] : k_rows_[j];
+      const char* more = k_rows_[std::min(j + kKeys, block_keys_)];
+      const bool ask_more = end_to_end && !next_keys_asked_;
+      Sums sums;
+      sums.template begin<Start::zero>(turned_scores_, kTurnedStride);
+      for (int64_t d = 0; d < depth; d += Products::kDepth, values += tiles * Sums::kAsked, more += tiles * Sums::kAsked) {
+        const Right* q = turned_q_ + d / 2 * kTurnedStride;
+        if (ask_more) {
+          sums.add(keys + d, stride, q, kTurnedStride, Ahead{values, Sums::kAsked}, Ahead{more, Sums::kAsked});
+        } else {
+          sums.add(keys + d, stride, q, kTurnedStride, Ahead{values, Sums::kAsked});
+        }
+      }
+      sums.end(turned_scores_, kTurnedStride);
+      for (int64_t n = 0; n < count; n += N) {
+        const T* turned = turned_scores_ + n * kTurnedStride;
+        if (rows <= 4) {
+          V row[4];
+          Products::Words::turn_four(turned, kTurnedStride, row);
+          for (int64_t r = 0; r < rows; ++r) row[r].store(scores_ + r * keys_capacity_ + j + n);
+          continue;
+        }
+        for (int64_t r0 = 0; r0 < rows; r0 += N) {
+          V row[N];
+          V::load_transposed([&](int i) { return turned + i * kTurnedStride + r0; }, row);
+          for (int64_t r = r0; r < std::min(rows, r0 + N); ++r) row[r - r0].store(scores_ + r * keys_capacity_ + j + n);
+        }
+      }
+    }
+  }
+
+  void turn_queries() {
+    TensorView rows;
+    rows.data = q_;
+    rows.dtype = DType::bfloat16;
+    rows.stride_l = Products::depth(p_.D);
+    rows.stride_d = 1;
+    Products::pack_keys(rows, EvenRows(rows, reinterpret_cast<const char*>(q_)), rows_, p_.D, turned_q_);
+  }
+
+  // Step 4 over pairs of keys: the weights rounded to bf16, the values packed unless they were.
+  void multiply_pairs_of_values(Strips strips, bool exclude_hidden, Partial t) {
+    const int64_t ld = weights_stride(), first_row = strips[0].row_begin;
+    for (const Strip& strip : strips) {
+      const int64_t from = strip.panel_begin * kPanelKeys, to = padded_keys(strip.panel_end);
+      for (int64_t r = strip.row_begin; r < strip.row_end && from < to; ++r) {
+        T* x = scores_ + (r - first_row) * keys_capacity_;
+        if (exclude_hidden && p_.scales.k) {  // a hidden key's scale may be NaN
+          for (int64_t j = from; j < to; ++j) x[j] = hidden_[(r - first_row) * keys_capacity_ + j] ? T(0) : x[j];
+        }
+        Products::narrow(x + from, to - from, weights_ + (r - first_row) * ld + from);
+      }
+    }
+    if (direct_keys_) {
+      multiply_values_while_packing(strips[0], exclude_hidden, t);
+    } else {
+      for (int64_t column = 0; column < p_.Dv; column += kPanel<T>) {
+        const int vecs = padded_dv_ - column > N ? kTileVecs : 1;
+        Right* v = values_panel(column);
+        if (!packs_values_first_) Products::pack_values(p_.v, v_rows_, block_keys_, p_.Dv, column, v);
+        if (exclude_hidden) Products::drop_specials(v, Products::right_rows(block_keys_) * vecs * N);
+        for (const Strip& strip : strips) {
+          const int64_t from = strip.panel_begin * kPanelKeys;
+          const int64_t to = std::min(strip.panel_end * kPanelKeys, block_keys_);
+          if (from >= to) continue;
+          Products::template multiply<Start::from_c>(
+              strip.rows(), vecs, Products::depth(to - from), weights_ + (strip.row_begin - first_row) * ld + from, ld,
+              v + from / 2 * vecs * N, vecs * N, t.acc + strip.row_begin * padded_dv_ + column, padded_dv_);
+        }
+      }
+    }
+    if (exclude_hidden) add_visible_specials(strips, t);
+  }
+
+  // Step 4 for one strip: some values are packed while those before them are multiplied.
+  void multiply_values_while_packing(const Strip& strip, bool exclude_hidden, Partial t) {
+    if constexpr (Products::kKeysAsTheyLie) {
+      constexpr int64_t kKeys = Products::kDepth;
+      const int64_t ld = weights_stride(), k_bytes = p_.D * size_of(p_.k.dtype);
+      const int64_t from = strip.panel_begin * kPanelKeys, to = std::min(strip.panel_end * kPanelKeys, block_keys_);
+      // The next block's keys, whose turn comes next, where they lie end to end: every panel of columns asks for its share.
+      const bool ask = to - from == kKeyBlock && block_start_ + kKeyBlock < key_hi_ &&
+                       k_rows_[block_keys_ - 1] - k_rows_[0] == (block_keys_ - 1) * k_bytes;
+      const int64_t lines = ceil_div(kKeyBlock * k_bytes, ceil_div(p_.Dv, kPanel<T>) * static_cast<int64_t>(kCacheLine));
+      const char* next = k_rows_[0] + kKeyBlock * k_bytes;
+      next_keys_asked_ = ask;
+      for (int64_t column = 0; column < p_.Dv; column += kPanel<T>, next += lines * static_cast<int64_t>(kCacheLine)) {
+        const int vecs = padded_dv_ - column > N ? kTileVecs : 1, width = vecs * N;
+        T* acc = t.acc + strip.row_begin * padded_dv_ + column;
+        Products::Tile::with_sums(strip.rows(), vecs, [&](auto sums) {
+          sums.template begin<Start::from_c>(acc, padded_dv_);
+          const auto panel = [&](int64_t j) { return v_ + j / kKeys % 2 * (kKeys / 2 * kPanel<T>); };
+          const Ahead keys{next, kKeys / 2 * 2 * static_cast<int64_t>(kCacheLine)};
+          for (int64_t j = from; j < to; j += kKeys) {
+            const int64_t count = std::min(kKeys, to - j);
+            if (ask) {
+              Products::pack_values(p_.v, v_rows_ + j, count, p_.Dv, column, panel(j),
+                                    Ahead{keys.start + j / kKeys * keys.step, 2 * static_cast<int64_t>(kCacheLine)});
+            } else {
+              Products::pack_values(p_.v, v_rows_ + j, count, p_.Dv, column, panel(j));
+            }
+            if (exclude_hidden) Products::drop_specials(panel(j), kKeys / 2 * width);
+            if (j > from) sums.add(weights_ + j - kKeys, ld, panel(j - kKeys), width);
+          }
+          const int64_t last = from + (to - from - 1) / kKeys * kKeys;
+          sums.add(weights_ + last, ld, panel(last), width);
+          sums.end(acc, padded_dv_);
+        });
+      }
+    }
+  }
+
+  // What drop_specials took away, for the rows that see it: NaN and Inf stay what they are, whenever they are added.
+  void add_visible_specials(Strips strips, Partial t) {
+    const int64_t ld = weights_stride(), first_row = strips[0].row_begin;
+    for (int64_t j = 0; j < block_keys_; ++j) {
+      for (int64_t d = 0; d < p_.Dv; ++d) {
+        const float value = Products::number(p_.v, v_rows_[j], d);
+        if (std::isfinite(value)) continue;
+        for (const Strip& strip : strips) {
+          if (j < strip.panel_begin * kPanelKeys || j >= strip.panel_end * kPanelKeys) continue;
+          for (int64_t r = strip.row_begin; r < strip.row_end; ++r) {
+            if (hidden_[(r - first_row) * keys_capacity_ + j]) continue;
+            t.acc[r * padded_dv_ + d] += to_float(weights_[(r - first_row) * ld + j]) * value;
+          }
+        }
+      }
+    }
+  }
+
+  // A power of two between rows would put a tile's rows into few sets of L1.
+  int64_t weights_stride() const { return keys_capacity_ + kPanelKeys; }
+
+  Right* values_panel(int64_t column) const {
+    return v_ + (packs_values_first_ ? column * Products::right_rows(keys_capacity_) : 0);
   }
 
   void multiply_values(Strips strips, Partial t) {
@@ -388,7 +595,7 @@ class ForwardWorker {
       hidden = hidden + V::select(V::equal(V::load(x + j), V::broadcast(-kInfinity<T>)), V::broadcast(T(1)), V::zero());
     }
     return hidden.sum() > static_cast<T>(s.to - s.start - to) &&
-           !direct_values_finite<T>(p_.v.dtype, p_.Dv, v_rows_, from, to);
+           !direct_values_finite<T>(p_.v, p_.Dv, v_rows_, from, to);
   }
 
   // Turns the scores of one row into unnormalised weights in place, and moves the row's max, sum and acc along.
@@ -517,17 +724,18 @@ class ForwardWorker {
   const ForwardPlan& plan_;
   const ScoreUnits<T> units_;
   const int64_t padded_dv_;
-  const bool by_panel_;     // k is packed a panel at a time, when its turn comes
-  const bool direct_keys_;  // k is read as it lies
-  const bool direct_;       // v is
+  const bool by_panel_;            // k is packed a panel at a time, when its turn comes
+  const bool direct_keys_;         // k is read as it lies
+  const bool direct_;              // v is
+  const bool packs_values_first_;  // all of a block's v is packed before the block's turn comes
   int64_t keys_capacity_ = 0;
 
   ScoreRow* row_ = nullptr;  // [rows]
-  T* q_ = nullptr;           // [rows][D]
+  Left* q_ = nullptr;        // [rows][D]
   const char** k_rows_ = nullptr;
   const char** v_rows_ = nullptr;  // [keys] the block's rows as they lie
-  T* k_ = nullptr;                 // panels of kPanelKeys keys: [panel][D][keys]
-  T* v_ = nullptr;                 // panels of kPanel columns: [panel][keys][columns]
+  Right* k_ = nullptr;             // panels of kPanelKeys keys: [panel][D][keys]
+  Right* v_ = nullptr;             // panels of kPanel columns: [panel][keys][columns]
   T* k_scales_ = nullptr;
   T* v_scales_ = nullptr;  // [keys]
   T* scores_ = nullptr;    // [kRowBlock][keys]
@@ -535,8 +743,16 @@ class ForwardWorker {
   RowBuffers<T> buffers_;
   uint8_t* keep_ = nullptr;    // [keys]
   uint8_t* hidden_ = nullptr;  // [kRowBlock][keys]
+  // Of products of pairs only: the weights, rounded; and where k is read as it lies, q turned, keys that do not lie
+  // evenly, and the scores before they are turned.
+  Left* weights_ = nullptr;      // [kRowBlock][weights_stride()]
+  Right* turned_q_ = nullptr;    // [D][kPanelKeys]
+  Left* some_keys_ = nullptr;     // [kDirectKeys][D]
+  T* turned_scores_ = nullptr;    // [kDirectKeys][N], or half the keys and twice the rows
+  bool next_keys_asked_ = false;  // the block's k was asked for while the block before was worked on
 
   Scratch scratch_;
+  [[no_unique_address]] typename Products::Session session_;
 
   // The rows being worked on.
   Sequence sequence_;
@@ -547,10 +763,11 @@ class ForwardWorker {
   bool values_finite_ = true;
 };
 
-template <class T>
+template <class Products>
 void forward_of(const ForwardParams& p, const Parallel& parallel) {
   const ForwardPlan plan = plan_forward(p, parallel.run ? parallel.threads : 1);
-  using Worker = ForwardWorker<T>;
+  using Worker = ForwardWorker<Products>;
+  using T = typename Products::T;
   const Parallel threads{plan.threads, parallel.run};
 
   // Long rows first: with causal masks later rows see more keys.

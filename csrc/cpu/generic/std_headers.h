@@ -14,6 +14,7 @@
 #include <span>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "cpu/isa_list.h"

@@ -2,7 +2,7 @@
 // Included inside the target region of kernels.cpp.
 #pragma once
 
-namespace attn_ext::cpu::avx512 {
+namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
 namespace {
 
 // Where Ahead asks for memory: __builtin_prefetch's third argument. 2: into L2, and no further. On Sapphire Rapids requests
@@ -212,4 +212,4 @@ struct Vec<double> {
 };
 
 }  // namespace
-}  // namespace attn_ext::cpu::avx512
+}  // namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE

@@ -1,0 +1,37 @@
+// The algorithms over PairProducts, for an ISA that has instructions for bf16 on top of another one's (ATTN_EXT_BASE_ISA),
+// which serves all other dtypes. Include after vec.h and pairs.h.
+#pragma once
+
+// clang-format off
+#include "cpu/generic/math-inl.h"
+#include "cpu/generic/gemm-inl.h"
+#include "cpu/generic/pack-inl.h"
+#include "cpu/generic/scores-inl.h"
+#include "cpu/generic/direct-inl.h"
+#include "cpu/generic/products-inl.h"
+#include ATTN_EXT_PAIR_TILE
+#include "cpu/generic/pair_products-inl.h"
+#include "cpu/generic/forward-inl.h"
+#include "cpu/generic/backward-inl.h"
+#include "cpu/generic/weights-inl.h"
+// clang-format on
+
+namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
+
+void forward(const ForwardParams& p, const Parallel& parallel) {
+  p.q.dtype == DType::bfloat16 ? forward_of<PairProducts>(p, parallel) : avx512::forward(p, parallel);
+}
+
+void backward(const BackwardParams& p, const Parallel& parallel) {
+  p.q.dtype == DType::bfloat16 ? backward_of<PairProducts>(p, parallel) : avx512::backward(p, parallel);
+}
+
+void weights(const WeightsParams& p, const Parallel& parallel) {
+  p.q.dtype == DType::bfloat16 ? weights_of<PairProducts>(p, parallel) : avx512::weights(p, parallel);
+}
+
+void append(const AppendParams& p, const Parallel& parallel) { avx512::append(p, parallel); }
+
+TileShape tile(bool is_double) { return avx512::tile(is_double); }
+
+}  // namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE
