@@ -38,6 +38,8 @@ class ForwardWorker {
   static constexpr int64_t kPanelKeys = kPanel<T>;
   // Where products of pairs read k as it lies: rows at most, and keys at a time.
   static constexpr int64_t kDirectRows = 2 * N, kDirectKeys = 4 * N;
+  // Products have units of their own, which work while the vector units do.
+  static constexpr bool kTilesRunBeside = Products::kPairs && Products::kKeysAsTheyLie;
 
  public:
   // Unnormalised rows: what one segment, or several merged ones, know of a row.
@@ -52,8 +54,8 @@ class ForwardWorker {
         plan_(plan),
         units_(p),
         padded_dv_(round_up_to(p.Dv, N)),
-        by_panel_(plan.rows_per_task <= kRowBlock),
         direct_keys_(reads_keys_as_they_lie(p, plan.rows_per_task)),
+        by_panel_(direct_keys_ || (!kTilesRunBeside && plan.rows_per_task <= kRowBlock)),
         direct_(reads_values_as_they_lie(p, plan.rows_per_task)),
         packs_values_first_(Products::kPairs ? !by_panel_ : !direct_),
         scratch_(layout(nullptr)) {
@@ -114,10 +116,12 @@ class ForwardWorker {
 
   size_t layout(char* base) {
     Carver carve(base);
-    const int64_t rows = Products::padded_rows(plan_.rows_per_task), block_rows = std::min(rows, kRowBlock);
+    const int64_t rows = Products::padded_rows(plan_.rows_per_task);
+    const int64_t block_rows = kTilesRunBeside && !direct_keys_ ? 2 * Products::kRows : std::min(rows, kRowBlock);
     const int64_t keys = std::min(kKeyBlock, round_up_to(std::max<int64_t>(p_.Lk, 1), kPanelKeys));
     const int64_t panel_size = Products::right_rows(p_.D) * kPanelKeys;
     keys_capacity_ = keys;
+    scores_stride_ = Products::kPairs ? keys + N : keys;
     row_ = carve.take<ScoreRow>(rows);
     q_ = carve.take<Left>(rows * Products::depth(p_.D));
     k_rows_ = carve.take<const char*>(keys + kPanelKeys + kPrefetchKeys);
@@ -132,14 +136,14 @@ class ForwardWorker {
     }
     k_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
     v_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
-    scores_ = carve.take<T>(block_rows * keys);
+    scores_ = carve.take<T>(block_rows * scores_stride_);
     first_ = {carve.take<T>(rows), carve.take<T>(rows), carve.take<T>(rows * padded_dv_)};
     const int64_t more = p_.Lk > kSegment ? rows : 0;
     second_ = {carve.take<T>(more), carve.take<T>(more), carve.take<T>(more * padded_dv_)};
     buffers_.numbers = carve.take<T>(keys);
     buffers_.bytes = carve.take<uint8_t>(keys);
     keep_ = carve.take<uint8_t>(keys + 8);
-    hidden_ = carve.take<uint8_t>(block_rows * keys);
+    hidden_ = carve.take<uint8_t>(block_rows * scores_stride_);
     return carve.used();
   }
 
@@ -187,6 +191,12 @@ class ForwardWorker {
       const int64_t end = std::min(start + kKeyBlock, hi);
       if (padding_mask_hides_all(p_, sequence_.b, start, end - start)) continue;
       load_block(start, end);
+      if constexpr (kTilesRunBeside) {
+        if (!direct_keys_) {
+          compute_strips(t);
+          continue;
+        }
+      }
       for (int64_t r = 0; r < rows_; r += kRowBlock) compute_block(r, std::min(rows_, r + kRowBlock), t);
     }
   }
@@ -280,7 +290,7 @@ class ForwardWorker {
   int64_t padded_keys(int64_t panel_end) const { return std::min(panel_end * kPanelKeys, round_up_to(block_keys_, N)); }
 
   void compute_block(int64_t row_begin, int64_t row_end, Partial t) {
-    const int64_t ld = keys_capacity_;
+    const int64_t ld = scores_stride_;
     std::array<Strip, ceil_div(kRowBlock, Products::kRows)> memory;
     const int64_t rows = row_end - row_begin, count = ceil_div(rows, Products::kRows);
     int64_t first = std::numeric_limits<int64_t>::max(), last = 0;
@@ -348,10 +358,95 @@ class ForwardWorker {
     }
   }
 
+  // The same for all strips of the task as a pipeline, for products that have units of their own: while the vector units
+  // turn a strip's scores into weights, the next strip's q is multiplied with k, and the weights of the strip before with v,
+  // a little of it after every row.
+  void compute_strips(Partial t) {
+    const bool exclude_hidden = p_.Dv > 0 && !values_finite_;
+    if (exclude_hidden) {
+      for (int64_t column = 0; column < p_.Dv; column += kPanel<T>) {
+        Products::drop_specials(values_panel(column),
+                                Products::right_rows(block_keys_) * std::min<int64_t>(kPanel<T>, padded_dv_ - column));
+      }
+    }
+    const int64_t count = ceil_div(rows_, Products::kRows), value_panels = ceil_div(p_.Dv, kPanel<T>);
+    const auto strip_at = [&](int64_t i) {
+      return i < count ? strip_of(i * Products::kRows, std::min(rows_, (i + 1) * Products::kRows)) : Strip();
+    };
+    Strip before, now = strip_at(0);
+    for (int64_t panel = now.panel_begin; panel < now.panel_end; ++panel) multiply_panel(now, panel, 0);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t half = i % 2;
+      const Strip next = strip_at(i + 1);
+      const int64_t value_chores = before.empty() ? 0 : value_panels;
+      const int64_t chores = value_chores + next.panel_end - next.panel_begin;
+      int64_t done = 0;
+      const auto work_off = [&](int64_t until) {
+        for (; done < until; ++done) {
+          if (done < value_chores) {
+            multiply_values_panel(before, done * kPanel<T>, 1 - half, t);
+          } else {
+            multiply_panel(next, next.panel_begin + done - value_chores, 1 - half);
+          }
+        }
+      };
+      for (int64_t r = now.row_begin; r < now.row_end && !now.empty(); ++r) {
+        weigh_row(now, r, half, exclude_hidden, t);
+        work_off((r - now.row_begin + 1) * chores / now.rows());
+      }
+      work_off(chores);
+      if (exclude_hidden && !now.empty()) add_visible_specials(now, half * Products::kRows, t);
+      before = now;
+      now = next;
+    }
+    for (int64_t panel = 0; panel < (before.empty() ? 0 : value_panels); ++panel) {
+      multiply_values_panel(before, panel * kPanel<T>, (count - 1) % 2, t);
+    }
+  }
+
+  // Row r of the strip whose scores stand in a half of scores_: weights in the same half of weights_.
+  void weigh_row(const Strip& strip, int64_t r, int64_t half, bool exclude_hidden, Partial t) {
+    const Stretch s{block_start_, block_start_ + strip.panel_begin * kPanelKeys,
+                    block_start_ + padded_keys(strip.panel_end), block_start_ + block_keys_};
+    const int64_t row = half * Products::kRows + r - strip.row_begin, from = s.from - s.start, to = s.to - s.start;
+    T* x = scores_ + row * scores_stride_;
+    if (p_.scales.k) scale_row(s, k_scales_, x);
+    if (!strip.all_visible || units_.scaled || p_.mask) finish_scores<T>(p_, units_, sequence_, row_[r], s, buffers_, x);
+    uint8_t* hidden = hidden_ + row * scores_stride_;
+    if (exclude_hidden) {
+      for (int64_t j = from; j < to; ++j) hidden[j] = x[j] == -kInfinity<T>;
+    }
+    Left* weights = weights_ + row * weights_stride();
+    if (!p_.dropout && !p_.scales.k) return softmax_row(r, s, x, t, weights);
+    softmax_row(r, s, x, t);
+    if (p_.scales.k) scale_row(s, v_scales_, x);
+    if (p_.scales.k && exclude_hidden) {  // a hidden key's scale may be NaN
+      for (int64_t j = from; j < to; ++j) x[j] = hidden[j] ? T(0) : x[j];
+    }
+    Products::narrow(x + from, to - from, weights + from);
+  }
+
+  void multiply_panel(const Strip& strip, int64_t panel, int64_t half) {
+    const int64_t depth = Products::depth(p_.D), ld = scores_stride_;
+    const int vecs = padded_keys(panel + 1) - panel * kPanelKeys > N ? kTileVecs : 1;
+    Products::template multiply<Start::zero>(strip.rows(), vecs, depth, q_ + strip.row_begin * depth, depth,
+                                             k_ + panel * Products::right_rows(p_.D) * kPanelKeys, vecs * N,
+                                             scores_ + half * Products::kRows * ld + panel * kPanelKeys, ld);
+  }
+
+  void multiply_values_panel(const Strip& strip, int64_t column, int64_t half, Partial t) {
+    const int64_t from = strip.panel_begin * kPanelKeys, to = std::min(strip.panel_end * kPanelKeys, block_keys_);
+    const int vecs = padded_dv_ - column > N ? kTileVecs : 1;
+    Products::template multiply<Start::from_c>(
+        strip.rows(), vecs, Products::depth(to - from), weights_ + half * Products::kRows * weights_stride() + from,
+        weights_stride(), values_panel(column) + from / 2 * vecs * N, vecs * N,
+        t.acc + strip.row_begin * padded_dv_ + column, padded_dv_);
+  }
+
   // s = q · kᵀ, panel by panel.
   void multiply_packed_keys(Strips strips, int64_t first_panel, int64_t last_panel) {
     const int64_t depth = Products::depth(p_.D), panel_size = Products::right_rows(p_.D) * kPanelKeys;
-    const int64_t ld = keys_capacity_, size = size_of(p_.k.dtype), half = kPanelKeys / 2 * p_.D * size;
+    const int64_t ld = scores_stride_, size = size_of(p_.k.dtype), half = kPanelKeys / 2 * p_.D * size;
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       const int vecs = padded_keys(panel + 1) - panel * kPanelKeys > N ? kTileVecs : 1;
       const Right* k = k_ + (by_panel_ ? 0 : panel * panel_size);
@@ -432,13 +527,13 @@ class ForwardWorker {
         if (rows <= 4) {
           V row[4];
           Products::Words::turn_four(turned, kTurnedStride, row);
-          for (int64_t r = 0; r < rows; ++r) row[r].store(scores_ + r * keys_capacity_ + j + n);
+          for (int64_t r = 0; r < rows; ++r) row[r].store(scores_ + r * scores_stride_ + j + n);
           continue;
         }
         for (int64_t r0 = 0; r0 < rows; r0 += N) {
           V row[N];
           V::load_transposed([&](int i) { return turned + i * kTurnedStride + r0; }, row);
-          for (int64_t r = r0; r < std::min(rows, r0 + N); ++r) row[r - r0].store(scores_ + r * keys_capacity_ + j + n);
+          for (int64_t r = r0; r < std::min(rows, r0 + N); ++r) row[r - r0].store(scores_ + r * scores_stride_ + j + n);
         }
       }
     }
@@ -459,9 +554,9 @@ class ForwardWorker {
     for (const Strip& strip : strips) {
       const int64_t from = strip.panel_begin * kPanelKeys, to = padded_keys(strip.panel_end);
       for (int64_t r = strip.row_begin; r < strip.row_end && from < to; ++r) {
-        T* x = scores_ + (r - first_row) * keys_capacity_;
+        T* x = scores_ + (r - first_row) * scores_stride_;
         if (exclude_hidden && p_.scales.k) {  // a hidden key's scale may be NaN
-          for (int64_t j = from; j < to; ++j) x[j] = hidden_[(r - first_row) * keys_capacity_ + j] ? T(0) : x[j];
+          for (int64_t j = from; j < to; ++j) x[j] = hidden_[(r - first_row) * scores_stride_ + j] ? T(0) : x[j];
         }
         Products::narrow(x + from, to - from, weights_ + (r - first_row) * ld + from);
       }
@@ -484,7 +579,9 @@ class ForwardWorker {
         }
       }
     }
-    if (exclude_hidden) add_visible_specials(strips, t);
+    for (const Strip& strip : strips) {
+      if (exclude_hidden) add_visible_specials(strip, strip.row_begin - first_row, t);
+    }
   }
 
   // Step 4 for one strip: some values are packed while those before them are multiplied.
@@ -525,25 +622,23 @@ class ForwardWorker {
     }
   }
 
-  // What drop_specials took away, for the rows that see it: NaN and Inf stay what they are, whenever they are added.
-  void add_visible_specials(Strips strips, Partial t) {
-    const int64_t ld = weights_stride(), first_row = strips[0].row_begin;
-    for (int64_t j = 0; j < block_keys_; ++j) {
+  // What drop_specials took away, for the rows that see it: NaN and Inf stay what they are, whenever they are added. The
+  // strip's weights begin at row `first` of weights_.
+  void add_visible_specials(const Strip& strip, int64_t first, Partial t) {
+    for (int64_t j = strip.panel_begin * kPanelKeys; j < std::min(strip.panel_end * kPanelKeys, block_keys_); ++j) {
       for (int64_t d = 0; d < p_.Dv; ++d) {
         const float value = Products::number(p_.v, v_rows_[j], d);
         if (std::isfinite(value)) continue;
-        for (const Strip& strip : strips) {
-          if (j < strip.panel_begin * kPanelKeys || j >= strip.panel_end * kPanelKeys) continue;
-          for (int64_t r = strip.row_begin; r < strip.row_end; ++r) {
-            if (hidden_[(r - first_row) * keys_capacity_ + j]) continue;
-            t.acc[r * padded_dv_ + d] += to_float(weights_[(r - first_row) * ld + j]) * value;
-          }
+        for (int64_t r = 0; r < strip.rows(); ++r) {
+          if (hidden_[(first + r) * scores_stride_ + j]) continue;
+          t.acc[(strip.row_begin + r) * padded_dv_ + d] +=
+              to_float(weights_[(first + r) * weights_stride() + j]) * value;
         }
       }
     }
   }
 
-  // A power of two between rows would put a tile's rows into few sets of L1.
+  // As scores_stride_.
   int64_t weights_stride() const { return keys_capacity_ + kPanelKeys; }
 
   Right* values_panel(int64_t column) const {
@@ -551,7 +646,7 @@ class ForwardWorker {
   }
 
   void multiply_values(Strips strips, Partial t) {
-    const int64_t ld = keys_capacity_;
+    const int64_t ld = scores_stride_;
     // Where memory sets the speed, and rows lie end to end: the next block's values, whose turn comes first there. Every
     // panel of columns asks for its share of them, a step of keys at a time.
     const int64_t row_bytes = p_.Dv * size_of(p_.v.dtype);
@@ -598,8 +693,9 @@ class ForwardWorker {
            !direct_values_finite<T>(p_.v, p_.Dv, v_rows_, from, to);
   }
 
-  // Turns the scores of one row into unnormalised weights in place, and moves the row's max, sum and acc along.
-  void softmax_row(int64_t r, const Stretch& s, T* x, Partial t) {
+  // Turns the scores of one row into unnormalised weights, in place or into `narrowed`, and moves the row's max, sum and
+  // acc along.
+  void softmax_row(int64_t r, const Stretch& s, T* x, Partial t, Left* narrowed = nullptr) {
     const int64_t from = s.from - s.start, to = s.to - s.start;
     const T block_max = row_max(x, from, to);
     const T before = t.max[r], now = std::max(before, block_max);
@@ -607,11 +703,23 @@ class ForwardWorker {
     const T offset = now == -kInfinity<T> ? T(0) : now;  // nothing seen yet: −Inf − (−Inf) would be NaN
     const V m = V::broadcast(offset), c = V::broadcast(units_.c);
     V sums = V::zero();
-    for (int64_t j = from; j < to; j += N) {
+    const auto weight_of = [&](int64_t j) __attribute__((always_inline)) {
       const V weight = exp2_nonpositive<T>((V::load(x + j) - m) * c);
       sums = sums + weight;
-      weight.store(x + j);
+      return weight;
+    };
+    int64_t j = from;
+    if constexpr (Products::kPairs) {
+      if (narrowed) {
+        for (; j + 2 * N <= to; j += 2 * N) {
+          const V first = weight_of(j), second = weight_of(j + N);
+          Products::narrow(first, second, narrowed + j);
+        }
+        if (j < to) Products::narrow(weight_of(j), V::zero(), narrowed + j);
+        j = to;
+      }
     }
+    for (; j < to; j += N) weight_of(j).store(x + j);
     if (now != before) {
       const T factor = exp2_nonpositive<T>((before - now) * units_.c);
       t.sum[r] *= factor;
@@ -653,7 +761,7 @@ class ForwardWorker {
       const int64_t from = strip.panel_begin * kPanelKeys;
       const int64_t to = std::min(strip.panel_end * kPanelKeys, block_keys_);
       for (int64_t r = strip.row_begin; r < strip.row_end; ++r) {
-        const int64_t at = (r - strips[0].row_begin) * keys_capacity_;
+        const int64_t at = (r - strips[0].row_begin) * scores_stride_;
         accumulate_visible_row(from, to, scores_ + at, hidden_ + at, t.acc + r * padded_dv_);
       }
     }
@@ -724,11 +832,12 @@ class ForwardWorker {
   const ForwardPlan& plan_;
   const ScoreUnits<T> units_;
   const int64_t padded_dv_;
-  const bool by_panel_;            // k is packed a panel at a time, when its turn comes
   const bool direct_keys_;         // k is read as it lies
+  const bool by_panel_;            // or it is packed a panel at a time, when its turn comes
   const bool direct_;              // v is
   const bool packs_values_first_;  // all of a block's v is packed before the block's turn comes
   int64_t keys_capacity_ = 0;
+  int64_t scores_stride_ = 0;  // a power of two between rows would put a tile's rows into few sets of L1
 
   ScoreRow* row_ = nullptr;  // [rows]
   Left* q_ = nullptr;        // [rows][D]
@@ -738,7 +847,7 @@ class ForwardWorker {
   Right* v_ = nullptr;             // panels of kPanel columns: [panel][keys][columns]
   T* k_scales_ = nullptr;
   T* v_scales_ = nullptr;  // [keys]
-  T* scores_ = nullptr;    // [kRowBlock][keys]
+  T* scores_ = nullptr;    // [kRowBlock][scores_stride_]
   Partial first_, second_;
   RowBuffers<T> buffers_;
   uint8_t* keep_ = nullptr;    // [keys]

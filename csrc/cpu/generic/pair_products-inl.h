@@ -181,6 +181,8 @@ struct PairProducts {
     if (j < count) Pairs::narrow(V::load(x + j), V::zero(), to + j);
   }
 
+  static void narrow(V first, V second, bf16* to) { Pairs::narrow(first, second, to); }
+
   template <Start start, class... Asked>
   static void multiply(int64_t rows, int vecs, int64_t K, const bf16* a, int64_t lda, const Word<bf16>* b, int64_t ldb,
                        float* c, int64_t ldc, Asked... ahead) {
