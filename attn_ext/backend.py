@@ -2,8 +2,12 @@
 
 The best one that the machine has is picked at the first use; the variable ATTN_EXT_ISA forces one.
 
+amx_bf16 and avx512_bf16 multiply bf16 numbers in pairs, and are avx512 for every other dtype. AMD's CPUs run avx512_bf16
+by default; on others avx512 is faster, and avx512_bf16 runs where it is asked for. amx_bf16 is the default wherever the
+CPU has tiles and Linux lets the process use them.
+
     >>> attn_ext.backend.available()
-    ('avx512', 'avx2', 'scalar')
+    ('amx_bf16', 'avx512', 'avx512_bf16', 'avx2', 'scalar')
     >>> with attn_ext.backend.use("scalar"):
     ...     out = attn_ext.attention(q, k, v)
 """
@@ -46,7 +50,10 @@ def active() -> str:
 
 
 def available() -> tuple[str, ...]:
-    """Names of all instruction sets that were built and that this machine can run, the best first."""
+    """Names of all instruction sets that were built and that this machine can run.
+
+    The best one, which runs by default, comes first.
+    """
     return tuple(isa["name"] for isa in _C.isas() if isa["compiled"] and isa["supported"])
 
 
