@@ -50,10 +50,6 @@ py::list isas() {
 }
 
 py::dict build_info() {
-  py::list compiled;
-  for (const attn_ext::cpu::IsaInfo& isa : attn_ext::cpu::isas()) {
-    if (isa.compiled) compiled.append(isa.name);
-  }
   py::dict info;
   info["version"] = ATTN_EXT_VERSION;
   info["compiler"] = kCompiler;
@@ -61,7 +57,7 @@ py::dict build_info() {
   info["debug"] = static_cast<bool>(ATTN_EXT_DEBUG_BUILD);
   info["torch_target"] = torch_target();
   info["built_with_torch"] = ATTN_EXT_BUILT_WITH_TORCH;
-  info["isas"] = compiled;
+  info["isas"] = attn_ext::cpu::compiled_isas();
   info["cuda"] = std::string(ATTN_EXT_WHY_NO_CUDA).empty();
   info["cuda_reason"] = ATTN_EXT_WHY_NO_CUDA;
   return info;

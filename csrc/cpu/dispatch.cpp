@@ -106,6 +106,14 @@ std::vector<IsaInfo> isas() {
   return all;
 }
 
+std::vector<std::string> compiled_isas() {
+  std::vector<std::string> names;
+  for (const char* name : best_first(cpu_vendor())) {
+    if (compiled(name) != nullptr) names.emplace_back(name);
+  }
+  return names;
+}
+
 const Kernels& kernels() {
   const Kernels* k = active.load(std::memory_order_acquire);
   if (k == nullptr) {

@@ -28,6 +28,9 @@ struct IsaInfo {
 // All ISAs that the package knows, best first for this machine.
 std::vector<IsaInfo> isas();
 
+// The names of those that this build has, in the same order. Asks Linux for nothing.
+std::vector<std::string> compiled_isas();
+
 // The names of all ISAs, best first on CPUs of a vendor (cpu/features.h). AMD's multiply pairs of bf16 twice as fast as
 // fp32; on others the dot product is slower than fp32's multiply-adds, and avx512_bf16 stands behind avx512.
 std::vector<const char*> best_first(const std::string& vendor);

@@ -29,6 +29,7 @@ TINY_KERNELS = """
 
 namespace attn_ext::cpu {
 std::vector<IsaInfo> isas() { return {{"scalar", true, true, true, {}}}; }
+std::vector<std::string> compiled_isas() { return {"scalar"}; }
 const Kernels& kernels() {
   static const Kernels none = [] {
     Kernels tiny{};  // by name, so that the tree also builds with kernels to come
