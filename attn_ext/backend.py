@@ -2,9 +2,9 @@
 
 The best one that the machine has is picked at the first use; the variable ATTN_EXT_ISA forces one.
 
-amx_bf16 and avx512_bf16 multiply bf16 numbers in pairs, and are avx512 for every other dtype. AMD's CPUs run avx512_bf16
-by default; on others avx512 is faster, and avx512_bf16 runs where it is asked for. amx_bf16 is the default wherever the
-CPU has tiles and Linux lets the process use them.
+amx_bf16 and avx512_bf16 multiply bf16 numbers in pairs, and are avx512 for every other dtype. By default amx_bf16 runs
+wherever the CPU has tiles and Linux lets the process use them, else avx512_bf16 on AMD's CPUs; on others avx512 is
+faster, and avx512_bf16 runs where it is asked for.
 
     >>> attn_ext.backend.available()
     ('amx_bf16', 'avx512', 'avx512_bf16', 'avx2', 'scalar')

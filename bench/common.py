@@ -184,8 +184,8 @@ def measure_ceilings(threads: int, seconds: float) -> dict[str, float | None]:
         seconds: for each of the five measurements.
 
     Returns:
-        fma_fp32, fma_fp64, dot_bf16 and tiles_bf16 (None where the CPU has no bf16 dot product, or the process no tiles),
-        read_gbs.
+        fma_fp32, fma_fp64, dot_bf16 (None where the CPU has no bf16 dot product), tiles_bf16 (None where the process
+        may use no tiles), read_gbs.
     """
     from attn_ext._load import _C
 
@@ -213,8 +213,8 @@ def mean_ceilings(
 def ceiling_of(dtype: str, ceilings: Mapping[str, float | None]) -> tuple[str, float | None]:
     """Name and GFLOP/s of the ceiling of a dtype; (name, None) where none was measured.
 
-    That is the best that it can be computed with: bf16, also over an int8 cache, by tiles, by the dot product (Intel's is
-    slower than fp32's multiply-adds) or in fp32, fp16 in fp32.
+    That is the best that it can be computed with: bf16, also over an int8 cache, by tiles, by the dot product (Intel's
+    is slower than fp32's multiply-adds) or in fp32; fp16 in fp32.
     """
     if "gemm_fp32" in ceilings:  # a GPU's
         name = f"gemm_{dtype}" if f"gemm_{dtype}" in ceilings else "gemm_fp32"

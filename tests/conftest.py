@@ -4,7 +4,7 @@
   that variable is set), and the set that was active before comes back afterwards. Sets that are only for bf16 run the
   tests that concern bf16: for other dtypes they are avx512, which runs beside them.
 * `@pytest.mark.isa_matrix`: the tests CI repeats with ATTN_EXT_ISA set to each of the other instruction sets.
-* `bf16`: a mark that tests get from here, those that concern bf16. CI repeats only them with a set that is only for bf16.
+* `bf16`: a mark that the tests that concern bf16 get from here. With a set that is only for bf16 CI repeats only them.
 * `-n auto` (pytest-xdist) is two processes. Each test runs in one of them, in an order that nothing may depend on.
 * every test starts from the same seed and leaves the thread count, default dtype and autograd mode as it found them.
 * `assert_close_to_reference`: the one accuracy rule of this suite, here for `from conftest import ...` as well.
@@ -91,7 +91,7 @@ ONLY_FOR_BF16 = ("amx_bf16", "avx512_bf16")
 
 
 def concerns_bf16(item: pytest.Item) -> bool:
-    """Whether a test runs anything in bf16: by its dtype where it has one as a parameter, else by what its text says."""
+    """Whether a test runs anything in bf16: by its dtype, where that is a parameter, else by what its text says."""
     import torch
 
     if not isinstance(item, pytest.Function):

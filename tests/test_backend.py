@@ -96,7 +96,9 @@ import attn_ext
 q = torch.randn(1, 2, 40, 64)
 attn_ext.attention(q, q, q)
 """  # the small stack comes after it: with the permission Linux would refuse that
-    assert run(program + SMALL_SIGNAL_STACK.replace("SIZE", "4096") + "print(1)", ATTN_EXT_ISA="avx512") == "1"
+    assert (
+        run(program + SMALL_SIGNAL_STACK.replace("SIZE", "4096") + "print(1)", ATTN_EXT_ISA="avx512") == "1"
+    )
 
 
 def test_use_lasts_as_a_call_and_ends_with_its_block() -> None:

@@ -57,7 +57,9 @@ def test_the_plan_tells_what_is_multiplied_and_by_which_tile(isa: str) -> None:
     of_bf16, of_fp32 = plans[torch.bfloat16], plans[torch.float32]
     if isa in TILES_OF_BF16:
         assert of_bf16.register_tile == TILES_OF_BF16[isa]
-        assert "pairs of bfloat16, sums in float32" in str(of_bf16) and "weights rounded" in of_bf16.arithmetic
+        assert (
+            "pairs of bfloat16, sums in float32" in str(of_bf16) and "weights rounded" in of_bf16.arithmetic
+        )
     else:
         assert of_bf16.register_tile == of_fp32.register_tile and of_bf16.arithmetic == "float32"
     assert of_fp32.arithmetic == plans[torch.float16].arithmetic == "float32"
