@@ -6,6 +6,10 @@ amx_bf16 and avx512_bf16 multiply bf16 numbers in pairs, and are avx512 for ever
 wherever the CPU has tiles and Linux lets the process use them, else avx512_bf16 on AMD's CPUs; on others avx512 is
 faster, and avx512_bf16 runs where it is asked for.
 
+Linux lets a process use tiles on condition that the signal stacks (sigaltstack) of its threads have room for them, some
+12 KB: where one has not, amx_bf16 is not available, and afterwards Linux refuses smaller ones. ATTN_EXT_ISA=avx512 asks
+for no tiles.
+
     >>> attn_ext.backend.available()
     ('amx_bf16', 'avx512', 'avx512_bf16', 'avx2', 'scalar')
     >>> with attn_ext.backend.use("scalar"):
