@@ -75,8 +75,9 @@ def use(name: str) -> _Restore:
     """
     choices = available()
     if name not in choices:
+        why = next((f" ({isa['why_not']})" for isa in _C.isas() if isa["name"] == name), "")
         raise ValueError(
-            f"unknown or unsupported instruction set {name!r}; choose one of {', '.join(choices)}"
+            f"unknown or unsupported instruction set {name!r}{why}; choose one of {', '.join(choices)}"
         )
     try:
         before: str | None = active()

@@ -12,12 +12,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -100,24 +101,32 @@ def concerns_bf16(item: pytest.Item) -> bool:
     dtypes = [value for value in parameters if isinstance(value, torch.dtype)]
     if dtypes:
         return torch.bfloat16 in dtypes
-    test = getattr(item.function, "hypothesis", None)
-    text = inspect.getsource(test.inner_test if test else item.function)
-    return bool(test) or any(word in text for word in ("bfloat16", "bf16", "DTYPES"))
+    return "bfloat16" in item.name or says_bf16(item.function)
+
+
+@functools.cache
+def says_bf16(test: Callable[..., object]) -> bool:
+    """Whether a test's text names bf16, or hypothesis makes up its calls, in any dtype."""
+    if hasattr(test, "hypothesis"):
+        return True
+    return any(word in inspect.getsource(test) for word in ("bfloat16", "bf16", "DTYPES"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give the mark `bf16`, and leave out what an instruction set that is only for bf16 would repeat of avx512."""
-    repeated = []
+    kept, repeated = [], []
     for item in items:
+        isa = item.callspec.params.get("isa") if hasattr(item, "callspec") else None
         if concerns_bf16(item):
             item.add_marker("bf16")
-        elif not os.environ.get("ATTN_EXT_ISA") and hasattr(item, "callspec"):
-            if item.callspec.params.get("isa") in ONLY_FOR_BF16:
-                repeated.append(item)
+        elif isa in ONLY_FOR_BF16 and not os.environ.get("ATTN_EXT_ISA"):
+            repeated.append(item)
+            continue
+        kept.append(item)
     if repeated:
         config.hook.pytest_deselected(items=repeated)
-        items[:] = [item for item in items if item not in set(repeated)]
+        items[:] = kept
 
 
 @pytest.fixture
