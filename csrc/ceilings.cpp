@@ -18,12 +18,13 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+
+#include "cpu/isa/amx_bf16/tiles.h"
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
 #include "cpu/features.h"
-#include "cpu/isa/amx_bf16/tiles.h"
 
 namespace attn_ext::ceilings {
 namespace {

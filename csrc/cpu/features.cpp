@@ -68,7 +68,7 @@ struct Feature {
     name, [] { return __builtin_cpu_supports(name) != 0; } \
   }
 
-// Those that a build with ATTN_EXT_EMULATE_AVX512 brings itself.
+// Of AVX-512: a build with ATTN_EXT_EMULATE_AVX512 brings them itself.
 #if defined(ATTN_EXT_EMULATE_AVX512)
 #define ATTN_EXT_EMULATED_FEATURE(name) \
   {                                     \
@@ -76,6 +76,16 @@ struct Feature {
   }
 #else
 #define ATTN_EXT_EMULATED_FEATURE(name) ATTN_EXT_FEATURE(name)
+#endif
+
+#if defined(__x86_64__)
+bool has_tiles() {
+#if defined(ATTN_EXT_EMULATE_AMX)
+  return true;
+#else
+  return tiles().known && tiles().refused == 0;
+#endif
+}
 #endif
 
 constexpr Feature kFeatures[] = {
@@ -87,8 +97,8 @@ constexpr Feature kFeatures[] = {
     ATTN_EXT_EMULATED_FEATURE("avx512bw"),
     ATTN_EXT_EMULATED_FEATURE("avx512dq"),
     ATTN_EXT_EMULATED_FEATURE("avx512vl"),
-    ATTN_EXT_FEATURE("avx512bf16"),
-    {"amx_bf16", [] { return tiles().known && tiles().refused == 0; }},
+    ATTN_EXT_EMULATED_FEATURE("avx512bf16"),
+    {"amx_bf16", has_tiles},
 #elif defined(__aarch64__)
     {"asimd", [] { return true; }},
 #else
