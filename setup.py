@@ -118,6 +118,7 @@ def cuda_sim_extension() -> Extension:
             "csrc/on_cuda/device.cpp",
             "csrc/on_cuda/plan.cpp",
             "csrc/cpu/dispatch.cpp",
+            "csrc/cpu/features.cpp",
             *simulator,
             *wrappers,
         ],

@@ -2,8 +2,16 @@
 
 The best one that the machine has is picked at the first use; the variable ATTN_EXT_ISA forces one.
 
+amx_bf16 and avx512_bf16 multiply bf16 numbers in pairs, and are avx512 for every other dtype. By default amx_bf16 runs
+wherever the CPU has tiles and Linux lets the process use them, else avx512_bf16 on AMD's CPUs; on others avx512 is
+faster, and avx512_bf16 runs where it is asked for.
+
+Linux lets a process use tiles on condition that the signal stacks (sigaltstack) of its threads have room for them, some
+12 KB: where one has not, amx_bf16 is not available, and afterwards Linux refuses smaller ones. ATTN_EXT_ISA=avx512 asks
+for no tiles.
+
     >>> attn_ext.backend.available()
-    ('avx512', 'avx2', 'scalar')
+    ('amx_bf16', 'avx512', 'avx512_bf16', 'avx2', 'scalar')
     >>> with attn_ext.backend.use("scalar"):
     ...     out = attn_ext.attention(q, k, v)
 """
@@ -46,7 +54,10 @@ def active() -> str:
 
 
 def available() -> tuple[str, ...]:
-    """Names of all instruction sets that were built and that this machine can run, the best first."""
+    """Names of all instruction sets that were built and that this machine can run.
+
+    The best one, which runs by default, comes first.
+    """
     return tuple(isa["name"] for isa in _C.isas() if isa["compiled"] and isa["supported"])
 
 
@@ -64,8 +75,9 @@ def use(name: str) -> _Restore:
     """
     choices = available()
     if name not in choices:
+        why = next((f" ({isa['why_not']})" for isa in _C.isas() if isa["name"] == name), "")
         raise ValueError(
-            f"unknown or unsupported instruction set {name!r}; choose one of {', '.join(choices)}"
+            f"unknown or unsupported instruction set {name!r}{why}; choose one of {', '.join(choices)}"
         )
     try:
         before: str | None = active()

@@ -51,6 +51,7 @@ class Plan(_Printed):
     key_block: int  #: keys taken at once
     segments: int  #: > 1 where the keys of a row are split over tasks
     register_tile: str  #: rows × columns of one register tile
+    arithmetic: str  #: what is multiplied, and in which format products are summed
     flops: int  #: 2·(D + Dv) for each score that a query may see by position, where lengths can be read
     bytes: int  #: q, k, v and out, once
     scratch_bytes: int  #: at most, beside inputs and outputs, all threads together
@@ -150,6 +151,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan | CudaPlan:
             key_block=0,
             segments=0,
             register_tile="none",
+            arithmetic="PyTorch's",
             scratch_bytes=scores * max(q.element_size(), 4),
             **costs,
         )

@@ -86,7 +86,7 @@ def _bars(result: dict[str, Any]) -> Any:
             axes.set_xlim(0, max(1.0, furthest) * 1.09)
             axes.tick_params(axis="x", labelbottom=axes is grid[-1, 0])
         grid[-1, 0].set_xlabel(
-            "share of the peak of multiply-adds (bf16: dot products) of the same run;\n"
+            "share of the peak of multiply-adds (bf16: or of dot products or tiles) of the same run;\n"
             "beside our bars: times as fast as torch, bold where both spreads lie apart"
         )
     present = [n for n in COLOURS if any(n in _rivals(row) for rows in panels.values() for row in rows)]

@@ -96,7 +96,9 @@ def ceilings_sentence(result: dict[str, Any]) -> str:
     mean = result["ceilings"]["mean"]
     if "fma_fp32" not in mean:
         return ""
-    bf16 = "no bf16 dot product" if mean["dot_bf16"] is None else f"{mean['dot_bf16']:.0f} bf16"
+    words = {"tiles_bf16": "bf16 by tiles", "dot_bf16": "bf16 by the dot product"}
+    peaks = [f"{mean[name]:.0f} {how}" for name, how in words.items() if mean.get(name) is not None]
+    bf16 = ", ".join(peaks) or "no bf16 dot product"
     return f"Ceilings in GFLOP/s: {mean['fma_fp32']:.0f} fp32, {mean['fma_fp64']:.0f} fp64, {bf16}. "
 
 

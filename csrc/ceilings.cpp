@@ -1,4 +1,4 @@
-// Measures peak FMA, peak bf16 dot product and read bandwidth. Each kernel below is compiled for its own instruction
+// Measures peak FMA, peak bf16 products and read bandwidth. Each kernel below is compiled for its own instruction
 // set by a target attribute and runs only after the CPU and the OS (XGETBV, in __builtin_cpu_supports) were asked.
 #include "ceilings.h"
 
@@ -18,9 +18,13 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+
+#include "cpu/isa/amx_bf16/tiles.h"
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
+
+#include "cpu/features.h"
 
 namespace attn_ext::ceilings {
 namespace {
@@ -193,7 +197,8 @@ class Sink {
   alignas(64) volatile T kept_ = T{};  // one cache line a thread
 };
 
-constexpr int64_t kRoundsPerChunk = 4096;  // some ten microseconds: far above the clock's cost, far below a window
+constexpr int64_t kRoundsPerChunk =
+    4096;  // ten to a hundred microseconds: far above the clock's cost, far below a window
 
 // Returns the GFLOP/s of a kernel that does `flops_per_round` in each round.
 template <class T>
@@ -210,7 +215,7 @@ double kernel_gflops(FmaKernel<T> kernel, double flops_per_round, int threads, d
   return rate / 1e9;
 }
 
-// ---- 3. Peak bf16 dot product --------------------------------------------------------------------------------------
+// ---- 3. Peak bf16 products -----------------------------------------------------------------------------------------
 
 #if defined(__x86_64__)
 // The same kernel over x ← x + Σ of two products a lane. A float ½ read as two bf16 numbers is (0, ½), so x grows by ¼
@@ -220,6 +225,33 @@ ATTN_EXT_BF16 inline __m512 dot_bf16(__m512 x, __m512 m, __m512 a) {
   return _mm512_dpbf16_ps(x, (__m512bh)m, (__m512bh)a);
 }
 ATTN_EXT_FMA_KERNEL(dot_bf16_avx512, ATTN_EXT_BF16, float, __m512, 16, _mm512_set1_ps, dot_bf16)
+constexpr double kDotFlops = 64.0 * 16;  // a round: 16 chains
+
+// Four products of tiles a round, each into sums of its own: their latency is a little over three of them. The tiles hold
+// pairs (0, ½) as above, so a sum grows by 4 a round.
+double products_of_tiles(int64_t rounds, const float* m_and_a) {
+  using namespace cpu::amx;
+  alignas(64) float numbers[kTileRows][kTileColumns];
+  std::fill(&numbers[0][0], &numbers[0][0] + kTileRows * kTileColumns, m_and_a[0]);
+  const Session session;
+  load<4>(numbers, sizeof numbers[0]);
+  load<5>(numbers, sizeof numbers[0]);
+  load<6>(numbers, sizeof numbers[0]);
+  load<7>(numbers, sizeof numbers[0]);
+  zero<0>();
+  zero<1>();
+  zero<2>();
+  zero<3>();
+  for (int64_t round = 0; round < rounds; ++round) {
+    multiply_add<0, 4, 6>();
+    multiply_add<1, 4, 7>();
+    multiply_add<2, 5, 6>();
+    multiply_add<3, 5, 7>();
+  }
+  store<3>(numbers, sizeof numbers[0]);
+  return static_cast<double>(numbers[0][0]);
+}
+constexpr double kTileFlops = 2.0 * cpu::amx::kTileRows * cpu::amx::kTileColumns * cpu::amx::kTileDepth * 4;
 #endif
 
 // ---- 4. Read bandwidth ---------------------------------------------------------------------------------------------
@@ -289,12 +321,17 @@ double measure_fma_peak(int threads, double seconds, const std::string& dtype) {
   throw std::invalid_argument("measure_fma_peak: dtype must be \"float32\" or \"float64\", got \"" + dtype + "\"");
 }
 
-std::optional<double> measure_bf16_peak(int threads, double seconds) {
+std::optional<double> measure_bf16_peak(int threads, double seconds, const std::string& isa) {
   check_common("measure_bf16_peak", threads, seconds);
+  if (isa != "amx_bf16" && isa != "avx512_bf16") {
+    throw std::invalid_argument("measure_bf16_peak: isa must be \"amx_bf16\" or \"avx512_bf16\", got \"" + isa + "\"");
+  }
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16")) {
-    return kernel_gflops<float>(dot_bf16_avx512, 64.0 * 16, threads, seconds);  // 16 chains of 64 flops
+  if (isa == "amx_bf16" && cpu::has_feature("amx_bf16")) {
+    return kernel_gflops<float>(products_of_tiles, kTileFlops, threads, seconds);
+  }
+  if (isa == "avx512_bf16" && cpu::has_feature("avx512f") && cpu::has_feature("avx512bf16")) {
+    return kernel_gflops<float>(dot_bf16_avx512, kDotFlops, threads, seconds);
   }
 #endif
   return std::nullopt;

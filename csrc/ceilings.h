@@ -16,9 +16,10 @@ namespace attn_ext::ceilings {
 // "float32" or "float64".
 double measure_fma_peak(int threads, double seconds, const std::string& dtype);
 
-// Returns the same for the bf16 dot product (VDPBF16PS: 32 products summed into 16 floats, 64 flops), or nothing where
-// the CPU or the compiler has none.
-std::optional<double> measure_bf16_peak(int threads, double seconds);
+// Returns the same for products of bf16 numbers summed in fp32, by the instruction of an ISA: "avx512_bf16" (VDPBF16PS: 32
+// products summed into 16 floats, 64 flops) or "amx_bf16" (TDPBF16PS: 8,192 products summed into 256 floats, 16,384 flops).
+// Nothing where the CPU has none, or the process may not use it. std::invalid_argument for any other name.
+std::optional<double> measure_bf16_peak(int threads, double seconds, const std::string& isa);
 
 // Returns how fast memory is read, in GB/s (1e9 bytes), by the best of a few ways to prefetch. Each thread reads its
 // own buffer of `bytes_per_thread` over and over, so that number, 1 MiB at least, should be far beyond the last-level

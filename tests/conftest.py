@@ -1,8 +1,10 @@
 """Fixtures that every test of the package may use.
 
 * `isa`: the test runs once for each instruction set this machine has (only for the one that ATTN_EXT_ISA names, where
-  that variable is set), and the set that was active before comes back afterwards.
+  that variable is set), and the set that was active before comes back afterwards. Sets that are only for bf16 run the
+  tests that concern bf16: for other dtypes they are avx512, which runs beside them.
 * `@pytest.mark.isa_matrix`: the tests CI repeats with ATTN_EXT_ISA set to each of the other instruction sets.
+* `bf16`: a mark that the tests that concern bf16 get from here. With a set that is only for bf16 CI repeats only them.
 * `-n auto` (pytest-xdist) is two processes. Each test runs in one of them, in an order that nothing may depend on.
 * every test starts from the same seed and leaves the thread count, default dtype and autograd mode as it found them.
 * `assert_close_to_reference`: the one accuracy rule of this suite, here for `from conftest import ...` as well.
@@ -10,11 +12,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -64,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "isa_matrix: CI repeats this test with ATTN_EXT_ISA set to each other ISA"
     )
+    config.addinivalue_line("markers", "bf16: concerns bf16 (given by tests/conftest.py, not by hand)")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -80,6 +85,48 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests that ask for `isa` once per instruction set, the best one first."""
     if "isa" in metafunc.fixturenames:
         metafunc.parametrize("isa", available_isas(), indirect=True)
+
+
+# Instruction sets that are avx512 for every dtype but bf16.
+ONLY_FOR_BF16 = ("amx_bf16", "avx512_bf16")
+
+
+def concerns_bf16(item: pytest.Item) -> bool:
+    """Whether a test runs anything in bf16: by its dtype, where that is a parameter, else by what its text says."""
+    import torch
+
+    if not isinstance(item, pytest.Function):
+        return False
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    dtypes = [value for value in parameters if isinstance(value, torch.dtype)]
+    if dtypes:
+        return torch.bfloat16 in dtypes
+    return "bfloat16" in item.name or says_bf16(item.function)
+
+
+@functools.cache
+def says_bf16(test: Callable[..., object]) -> bool:
+    """Whether a test's text names bf16, or hypothesis makes up its calls, in any dtype."""
+    if hasattr(test, "hypothesis"):
+        return True
+    return any(word in inspect.getsource(test) for word in ("bfloat16", "bf16", "DTYPES"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give the mark `bf16`, and leave out what an instruction set that is only for bf16 would repeat of avx512."""
+    kept, repeated = [], []
+    for item in items:
+        isa = item.callspec.params.get("isa") if hasattr(item, "callspec") else None
+        if concerns_bf16(item):
+            item.add_marker("bf16")
+        elif isa in ONLY_FOR_BF16 and not os.environ.get("ATTN_EXT_ISA"):
+            repeated.append(item)
+            continue
+        kept.append(item)
+    if repeated:
+        config.hook.pytest_deselected(items=repeated)
+        items[:] = kept
 
 
 @pytest.fixture

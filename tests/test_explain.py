@@ -46,6 +46,26 @@ def test_the_plan_names_the_road_and_the_instruction_set() -> None:
     assert "attention_inference" in str(plain) and "register_tile" in str(plain)
 
 
+TILES_OF_BF16 = {"amx_bf16": "32 x 32", "avx512_bf16": "12 x 32"}
+
+
+def test_the_plan_tells_what_is_multiplied_and_by_which_tile(isa: str) -> None:
+    plans = {
+        dtype: attn_ext.explain(*(x.to(dtype) for x in qkv(1, 2, 2, 5, 5, 8, 8)))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    }
+    of_bf16, of_fp32 = plans[torch.bfloat16], plans[torch.float32]
+    if isa in TILES_OF_BF16:
+        assert of_bf16.register_tile == TILES_OF_BF16[isa]
+        assert (
+            "pairs of bfloat16, sums in float32" in str(of_bf16) and "weights rounded" in of_bf16.arithmetic
+        )
+    else:
+        assert of_bf16.register_tile == of_fp32.register_tile and of_bf16.arithmetic == "float32"
+    assert of_fp32.arithmetic == plans[torch.float16].arithmetic == "float32"
+    assert plans[torch.float64].arithmetic == "float64"
+
+
 def test_few_rows_over_many_keys_are_split_over_the_keys() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

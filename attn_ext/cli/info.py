@@ -94,13 +94,15 @@ def show(report: dict[str, Any], console: Console) -> None:
         ),
     ]
     forced = " (ATTN_EXT_ISA)" if isa["forced"] else ""
+    width = max(len(one["name"]) for one in isa["all"])
     for i, one in enumerate(isa["all"]):
         if one["active"]:
-            state = Text(f"{one['name']:<8} active{forced}", style="bold green")
+            state = Text(f"{one['name']:<{width}} active{forced}", style="bold green")
         elif one["compiled"] and one["supported"]:
-            state = Text(f"{one['name']:<8} available")
+            by_default = ", runs by default" if one["by_default"] else ""
+            state = Text(f"{one['name']:<{width}} available{by_default}")
         else:
-            state = Text(f"{one['name']:<8} no: {one['why_not']}", style="dim")
+            state = Text(f"{one['name']:<{width}} no: {one['why_not']}", style="dim")
         rows.append(("instruction sets" if i == 0 else "", state))
     loaded = report["cuda"]["loaded"]
     rows.append(

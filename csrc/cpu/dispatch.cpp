@@ -1,78 +1,20 @@
 #include "cpu/dispatch.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#endif
-
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <stdexcept>
+
+#include "cpu/features.h"
 
 namespace attn_ext::cpu {
 namespace {
 
 #define ATTN_EXT_TABLE_ROW(isa) {#isa, isa::forward, isa::backward, isa::weights, isa::append, isa::tile},
-constexpr Kernels kTable[] = {ATTN_EXT_FOR_EACH_ISA(ATTN_EXT_TABLE_ROW)};  // best first
+constexpr Kernels kTable[] = {ATTN_EXT_FOR_EACH_ISA(ATTN_EXT_TABLE_ROW)};
 #undef ATTN_EXT_TABLE_ROW
-
-#if defined(__x86_64__)
-// Whether the CPU multiplies bf16 tiles, the OS saves them, and lets this process have them: Linux wants to be asked once
-// (arch_prctl, since 5.16), for a thread's state grows by 8 KB.
-bool has_amx_bf16() {
-#if defined(__linux__)
-  static const bool has = [] {
-    constexpr unsigned kTiles = 1u << 24, kBf16 = 1u << 22, kSavedByOs = 1u << 27;
-    constexpr unsigned kTileConfigAndData = 3u << 17;  // of XCR0
-    constexpr long kRequestPermission = 0x1023, kTileData = 18;
-    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx & kSavedByOs) == 0) return false;
-    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-    if ((edx & (kTiles | kBf16)) != (kTiles | kBf16)) return false;
-    unsigned low = 0, high = 0;
-    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    if ((low & kTileConfigAndData) != kTileConfigAndData) return false;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  }();
-  return has;
-#else
-  return false;
-#endif
-}
-#endif
-
-struct Feature {
-  const char* name;
-  bool present;
-};
-
-// The features asked of the CPU; the compiler's builtin also checks that the OS saves the wide registers.
-std::vector<Feature> features() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  // Not every compiler's builtin knows F16C: CPUID leaf 1, ECX bit 29. It works on registers that the check of AVX2
-  // finds saved by the OS.
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> 29 & 1u) != 0;
-  return {{"avx2", __builtin_cpu_supports("avx2") != 0},
-          {"fma", __builtin_cpu_supports("fma") != 0},
-          {"f16c", f16c},
-          {"avx512f", __builtin_cpu_supports("avx512f") != 0},
-          {"avx512bw", __builtin_cpu_supports("avx512bw") != 0},
-          {"avx512dq", __builtin_cpu_supports("avx512dq") != 0},
-          {"avx512vl", __builtin_cpu_supports("avx512vl") != 0},
-          {"avx512bf16", __builtin_cpu_supports("avx512bf16") != 0},
-          {"amx_bf16", has_amx_bf16()}};
-#elif defined(__aarch64__)
-  return {{"asimd", true}};
-#else
-  return {};
-#endif
-}
 
 // The features that an ISA's kernels were compiled with.
 std::vector<std::string> required(const std::string& isa) {
@@ -86,33 +28,30 @@ std::vector<std::string> required(const std::string& isa) {
   return {};
 }
 
-std::string missing(const std::string& isa) {
-#if defined(ATTN_EXT_EMULATE_AVX512)
-  if (isa == "avx512") return "";
-#endif
-  std::string names;
+// Why an ISA's kernels cannot run here; empty where they can.
+std::string why_not(const std::string& isa) {
+  std::string lacking;
   for (const std::string& name : required(isa)) {
-    bool present = false;
-    for (const Feature& f : features()) present |= f.present && name == f.name;
-    if (!present) names += (names.empty() ? "" : ", ") + name;
+    if (has_feature(name)) continue;
+    if (name == "amx_bf16" && lacking.empty() && !why_no_tiles().empty()) return why_no_tiles();
+    lacking += (lacking.empty() ? "" : ", ") + name;
   }
-  return names;
+  return lacking.empty() ? "" : "the CPU or the OS lacks " + lacking;
 }
 
-const Kernels* find(const std::string& name) {
+const Kernels* compiled(const std::string& name) {
   for (const Kernels& k : kTable) {
-    if (name == k.name && missing(name).empty()) return &k;
+    if (name == k.name) return &k;
   }
   return nullptr;
 }
 
+const Kernels* find(const std::string& name) { return why_not(name).empty() ? compiled(name) : nullptr; }
+
 [[noreturn]] void refuse(const std::string& what, const std::string& name) {
-  std::string choices;
-  for (const Kernels& k : kTable) {
-    if (missing(k.name).empty()) choices += (choices.empty() ? "" : ", ") + std::string(k.name);
-  }
-  std::string why;
+  std::string choices, why;
   for (const IsaInfo& isa : isas()) {
+    if (isa.supported) choices += (choices.empty() ? "" : ", ") + std::string(isa.name);
     if (name == isa.name) why = " (" + isa.why_not + ")";
   }
   throw std::invalid_argument("attn_ext: " + what + " names the ISA '" + name + "'" + why +
@@ -121,42 +60,57 @@ const Kernels* find(const std::string& name) {
 
 const Kernels* initial() {
   const char* forced = std::getenv("ATTN_EXT_ISA");
-  if (forced != nullptr && *forced != '\0') {
-    const Kernels* k = find(forced);
-    if (k == nullptr) refuse("the environment variable ATTN_EXT_ISA", forced);
-    return k;
-  }
-  for (const Kernels& k : kTable) {
-    if (missing(k.name).empty()) return &k;
-  }
-  return &kTable[std::size(kTable) - 1];
+  if (forced == nullptr || *forced == '\0') return compiled(default_isa(cpu_features(), cpu_vendor()));
+  const Kernels* k = find(forced);
+  if (k == nullptr) refuse("the environment variable ATTN_EXT_ISA", forced);
+  return k;
 }
 
 std::atomic<const Kernels*> active{nullptr};
 
 }  // namespace
 
+std::vector<const char*> best_first(const std::string& vendor) {
+  std::vector<const char*> names(std::begin(kAllIsas), std::end(kAllIsas));
+  if (vendor != "AuthenticAMD") {
+    const auto is = [](const char* wanted) { return [=](const char* name) { return std::strcmp(name, wanted) == 0; }; };
+    const auto pairs = std::find_if(names.begin(), names.end(), is("avx512_bf16"));
+    const auto plain = std::find_if(pairs, names.end(), is("avx512"));
+    if (plain != names.end()) std::rotate(pairs, pairs + 1, plain + 1);
+  }
+  return names;
+}
+
+std::string default_isa(const std::vector<std::string>& features, const std::string& vendor) {
+  for (const char* name : best_first(vendor)) {
+    const std::vector<std::string> all = required(name);
+    const bool runs = std::all_of(all.begin(), all.end(), [&](const std::string& one) {
+      return std::find(features.begin(), features.end(), one) != features.end();
+    });
+    if (runs) return name;
+  }
+  return "scalar";
+}
+
 std::vector<IsaInfo> isas() {
+  const std::string by_default = default_isa(cpu_features(), cpu_vendor());
   std::vector<IsaInfo> all;
-  for (const char* name : kAllIsas) {
-    IsaInfo info{name, false, false, ""};
-    for (const Kernels& k : kTable) info.compiled |= std::string(name) == k.name;
-    const std::string lacks = missing(name);
-    info.supported = info.compiled && lacks.empty();
-    if (!info.compiled) {
-      info.why_not = "not for this architecture";
-    } else if (!lacks.empty()) {
-      info.why_not = "the CPU or the OS lacks " + lacks;
-    }
+  for (const char* name : best_first(cpu_vendor())) {
+    IsaInfo info;
+    info.name = name;
+    info.compiled = compiled(name) != nullptr;
+    info.why_not = info.compiled ? why_not(name) : "not for this architecture";
+    info.supported = info.why_not.empty();
+    info.by_default = name == by_default;
     all.push_back(info);
   }
   return all;
 }
 
-std::vector<std::string> cpu_features() {
+std::vector<std::string> compiled_isas() {
   std::vector<std::string> names;
-  for (const Feature& f : features()) {
-    if (f.present) names.emplace_back(f.name);
+  for (const char* name : best_first(cpu_vendor())) {
+    if (compiled(name) != nullptr) names.emplace_back(name);
   }
   return names;
 }

@@ -7,21 +7,21 @@
 
 namespace attn_ext::cpu {
 
-// Rows × columns of a register tile.
+// Rows × columns of a register tile, and whether it takes pairs of bf16 numbers.
 struct TileShape {
   int rows = 0, columns = 0;
+  bool of_pairs = false;
 };
 
 }  // namespace attn_ext::cpu
 
-// All of them, whatever the platform, best first. (The tests of the CUDA kernels put those, run by a simulator, in their
-// place: tests/cuda_sim.)
+// All of them, whatever the platform, best first (dispatch.h: for which CPUs). (The tests of the CUDA kernels put those,
+// run by a simulator, in their place: tests/cuda_sim.)
 namespace attn_ext::cpu {
 #if defined(ATTN_EXT_CUDA_SIM)
 inline constexpr const char* kAllIsas[] = {"cuda_sim"};
 #else
-inline constexpr const char* kAllIsas[] = {"amx_bf16", "avx512_bf16", "avx512",
-                                             "avx2",     "neon",        "scalar"};
+inline constexpr const char* kAllIsas[] = {"amx_bf16", "avx512_bf16", "avx512", "avx2", "neon", "scalar"};
 #endif
 }  // namespace attn_ext::cpu
 
@@ -41,7 +41,7 @@ inline constexpr const char* kAllIsas[] = {"amx_bf16", "avx512_bf16", "avx512",
   void backward(const BackwardParams& p, const Parallel& parallel); \
   void weights(const WeightsParams& p, const Parallel& parallel);   \
   void append(const AppendParams& p, const Parallel& parallel);     \
-  TileShape tile(bool is_double);                                   \
+  TileShape tile(DType dtype);                                      \
   }
 ATTN_EXT_FOR_EACH_ISA(ATTN_EXT_DECLARE_ISA)
 #undef ATTN_EXT_DECLARE_ISA

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attn_ext._load import _C
+from bench.common import ceiling_of
 
 SECONDS = 0.05
 MIB = 2**20
@@ -22,14 +24,51 @@ def test_fma_peak_is_a_positive_number(threads: int, dtype: str) -> None:
     assert math.isfinite(peak) and peak > 0
 
 
-def test_bf16_peak_is_there_exactly_where_the_cpu_has_the_instruction() -> None:
-    peak = _C.measure_bf16_peak(1, SECONDS)
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        flags = next((line for line in file if line.startswith("flags")), "").split()
-    if {"avx512f", "avx512_bf16"} <= set(flags):
-        assert math.isfinite(peak) and peak > 0
+@pytest.mark.parametrize(
+    ("of", "needs"), [("avx512_bf16", {"avx512f", "avx512bf16"}), ("amx_bf16", {"amx_bf16"})]
+)
+def test_bf16_peaks_are_there_exactly_where_this_process_has_the_instruction(
+    of: str, needs: set[str]
+) -> None:
+    peak = _C.measure_bf16_peak(1, SECONDS, of)
+    if needs <= set(_C.cpu_features()):
+        assert peak is not None and math.isfinite(peak) and peak > 0
     else:
         assert peak is None
+
+
+def test_features_of_bf16_are_those_that_the_system_lists() -> None:
+    flags = next(
+        (line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if "flags" in line),
+        "",
+    ).split()
+    features = _C.cpu_features()
+    assert ("avx512bf16" in features) == ("avx512_bf16" in flags)
+    tiles = next(isa for isa in _C.isas() if isa["name"] == "amx_bf16") if "amx_bf16" in flags else None
+    refused = tiles is not None and (tiles["why_not"] or "").startswith("Linux refuses")
+    assert ("amx_bf16" in features) == (tiles is not None and not refused)
+
+
+def test_tiles_do_several_times_the_work_of_multiply_adds() -> None:
+    tiles = _C.measure_bf16_peak(1, SECONDS, "amx_bf16")
+    if tiles is None:
+        pytest.skip("this process has no tiles")
+    assert tiles > 2 * _C.measure_fma_peak(1, SECONDS, "float32")  # 8 times, by the instructions' throughput
+
+
+def test_the_ceiling_of_bf16_is_the_best_of_what_can_compute_it() -> None:
+    fp32 = {"fma_fp32": 100.0, "fma_fp64": 50.0}
+    for name, peaks in {
+        "fma_fp32": ({"dot_bf16": None, "tiles_bf16": None}, {}, {"dot_bf16": 60.0, "tiles_bf16": None}),
+        "dot_bf16": ({"dot_bf16": 200.0, "tiles_bf16": None}, {"dot_bf16": 200.0}),
+        "tiles_bf16": ({"dot_bf16": 60.0, "tiles_bf16": 800.0},),
+    }.items():
+        for more in peaks:
+            ceilings = {**fp32, **more}
+            for dtype in ("bf16", "int8"):
+                assert ceiling_of(dtype, ceilings) == (name, ceilings[name])
+            assert ceiling_of("fp32", ceilings) == ceiling_of("fp16", ceilings) == ("fma_fp32", 100.0)
+            assert ceiling_of("fp64", ceilings) == ("fma_fp64", 50.0)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -47,7 +86,8 @@ def test_read_bandwidth_is_a_positive_number(threads: int) -> None:
         (lambda: _C.measure_fma_peak(1, math.nan, "float32"), "seconds must be above 0"),
         (lambda: _C.measure_fma_peak(1, math.inf, "float32"), "seconds must be above 0"),
         (lambda: _C.measure_fma_peak(1, SECONDS, "int8"), 'dtype must be "float32" or "float64", got "int8"'),
-        (lambda: _C.measure_bf16_peak(5000, SECONDS), "threads must be 1 to 4096, got 5000"),
+        (lambda: _C.measure_bf16_peak(5000, SECONDS, "amx_bf16"), "threads must be 1 to 4096, got 5000"),
+        (lambda: _C.measure_bf16_peak(1, SECONDS, "avx512"), 'isa must be "amx_bf16" or "avx512_bf16", got'),
         (
             lambda: _C.measure_read_bandwidth(1, 1000, SECONDS),
             "bytes_per_thread must be 1 MiB to 1 TiB, got 1000",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,19 @@ def test_info_as_text_has_a_line_for_every_instruction_set_and_fits_80_columns()
     assert result.exit_code == 0
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert max(map(len, lines)) <= 80
-    (active,) = [line for line in lines if f"{attn_ext.backend.active():<8} active" in line]
+    every = called_json("info")["isa"]["all"]
+    width = max(len(isa["name"]) for isa in every)
+    (active,) = [line for line in lines if f" {attn_ext.backend.active():<{width}} active" in line]
     assert active.endswith("(ATTN_EXT_ISA)") == bool(os.environ.get("ATTN_EXT_ISA"))
-    for isa in called_json("info")["isa"]["all"]:
-        assert any(isa["name"] in line for line in lines)
+    for isa in every:
+        assert any(f" {isa['name']:<{width}} " in line for line in lines)
+
+
+def test_info_tells_which_instruction_set_runs_where_nobody_forces_one() -> None:
+    (by_default,) = [isa["name"] for isa in called_json("info")["isa"]["all"] if isa["by_default"]]
+    with attn_ext.backend.use("scalar"):
+        said = call("info").stdout
+    assert len(re.findall(rf" {by_default} +available, runs by default", said)) == (by_default != "scalar")
 
 
 def test_threads_option_sets_the_threads() -> None:

@@ -6,13 +6,10 @@
 #include <cstring>
 #include <memory>
 
-#include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "positions.h"
 #include "cpu/scratch.h"
 #include "testing.h"
-
-#include <stdexcept>
 
 namespace attn_ext::test {
 namespace {
@@ -159,40 +156,6 @@ TEST(scratch, carver) {
   CHECK(reinterpret_cast<char*>(c) - block.data() == 128, "wrong place");
   std::memset(a, 0, 17 * sizeof(float));
   std::memset(c, 0, 65);
-}
-
-TEST(dispatch, names) {
-  const std::vector<IsaInfo> all = isas();
-  bool portable = false;
-  for (const IsaInfo& isa : all) {
-    CHECK((isa.compiled && isa.supported) == isa.why_not.empty(), "%s: '%s'", isa.name, isa.why_not.c_str());
-    if (!isa.supported) {
-      bool threw = false;
-      try {
-        cpu::use_isa(isa.name);
-      } catch (const std::invalid_argument& e) {
-        threw = std::string(e.what()).find("scalar") != std::string::npos;
-      }
-      CHECK(threw, "%s was taken, or the message names no choices", isa.name);
-      continue;
-    }
-    portable |= std::string(isa.name) == "scalar";
-    cpu::use_isa(isa.name);
-    CHECK(std::string(active_isa()) == isa.name, "%s is active, not %s", active_isa(), isa.name);
-    for (const bool is_double : {false, true}) {
-      const TileShape tile = kernels().tile(is_double);
-      CHECK(tile.rows > 0 && tile.columns > 0 && kKeyBlock % tile.columns == 0 && kBackwardKeys % tile.columns == 0,
-            "%s: a tile of %d x %d", isa.name, tile.rows, tile.columns);
-    }
-  }
-  CHECK(portable, "the portable kernels do not run");
-  bool threw = false;
-  try {
-    cpu::use_isa("abacus");
-  } catch (const std::invalid_argument& e) {
-    threw = std::string(e.what()).find("abacus") != std::string::npos;
-  }
-  CHECK(threw, "an unknown name was taken");
 }
 
 TEST(problem, visible_keys) {

@@ -278,6 +278,6 @@ void backward(const BackwardParams& p, const Parallel&) {
 void weights(const WeightsParams& p, const Parallel&) { attn_ext::cuda_sim::weights(p, nullptr); }
 void append(const AppendParams& p, const Parallel&) { attn_ext::cuda_sim::append(p, nullptr); }
 
-TileShape tile(bool is_double) { return {is_double ? 32 : 64, 32}; }
+TileShape tile(DType dtype) { return {dtype == DType::float64 ? 32 : 64, 32, false}; }
 
 }  // namespace attn_ext::cpu::cuda_sim

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +42,44 @@ LARGE, SMALL = Shape(2, 8, 8, 256, 256, 64), Shape(1, 2, 1, 3, 5, 8)
 
 
 # Made before any fork: torch's own parallel loops, random numbers among them, may hang in a forked child.
-CHILDS_WORK = [
-    ([x.requires_grad_(True) for x in s.qkv()], make((s.b, s.hq, s.lq, s.d))) for s in (SMALL, LARGE)
-]
+CHILDS_WORK = {
+    dtype: [
+        ([x.requires_grad_(True) for x in s.qkv(dtype)], make((s.b, s.hq, s.lq, s.d), dtype))
+        for s in (SMALL, LARGE)
+    ]
+    for dtype in (torch.float32, torch.bfloat16)
+}
+both_dtypes = pytest.mark.parametrize("dtype", list(CHILDS_WORK), ids=["float32", "bfloat16"])
 
 
-def answer(results: Any) -> None:
+def total(x: Tensor) -> float:
+    """The sum of a tensor, by NumPy alone."""
+    if x.dtype != torch.bfloat16:
+        return float(x.numpy().astype("float64").sum())
+    bits = x.view(torch.int16).numpy().astype("uint16").astype("uint32") << 16
+    return float(bits.view("float32").astype("float64").sum())
+
+
+def answer(dtype: torch.dtype, results: Any) -> None:
     """Run in a child: a tiny call, then a large one, with and without gradients; sends sums of the results back."""
     try:
         sums = []
-        for tensors, grad_out in CHILDS_WORK:
+        for tensors, grad_out in CHILDS_WORK[dtype]:
             out = attn_ext.attention(*tensors, causal="bottom_right")
             found = [out.detach(), *torch.autograd.grad(out, tensors, grad_out)]
             with torch.no_grad():
                 found.append(attn_ext.attention(*tensors))
-            sums += [float(x.numpy().astype("float64").sum()) for x in found]
+            sums += [total(x) for x in found]
         results.put(sums)
     except BaseException as error:  # the parent must hear of it, whatever it is
         results.put(repr(error))
         raise
 
 
-def expected_answer() -> list[float]:
+def expected_answer(dtype: torch.dtype) -> list[float]:
     """What `answer` sends, computed here."""
     holder: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    answer(holder)
+    answer(dtype, holder)
     return holder.get()
 
 
@@ -86,10 +100,11 @@ def in_child(method: str, target: Callable[[Any], None]) -> Any:
 
 @linux_only
 @pytest.mark.isa_matrix
-def test_a_forked_child_computes_the_same_after_its_parent_used_all_threads() -> None:
-    expected = expected_answer()  # starts torch's thread pool, which does not survive the fork
-    assert in_child("fork", answer) == expected
-    assert expected_answer() == expected, "the parent no longer computes the same after forking"
+@both_dtypes
+def test_a_forked_child_computes_the_same_after_its_parent_used_all_threads(dtype: torch.dtype) -> None:
+    expected = expected_answer(dtype)  # starts torch's thread pool, which does not survive the fork
+    assert in_child("fork", partial(answer, dtype)) == expected
+    assert expected_answer(dtype) == expected, "the parent no longer computes the same after forking"
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -110,9 +125,44 @@ def run_python(code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_a_process_of_its_own_computes_the_same() -> None:
-    printed = run_python("import test_threads_and_processes as t; print(*t.expected_answer())")
-    assert [float(x) for x in printed.split()] == pytest.approx(expected_answer(), rel=1e-6)
+@both_dtypes
+def test_a_process_of_its_own_computes_the_same(dtype: torch.dtype) -> None:
+    printed = run_python(f"import test_threads_and_processes as t; print(*t.expected_answer(t.{dtype}))")
+    assert [float(x) for x in printed.split()] == pytest.approx(expected_answer(dtype), rel=1e-6)
+
+
+@linux_only
+def test_threads_and_children_from_before_the_first_call_compute_the_same_in_bfloat16() -> None:
+    # Where bf16 runs by tiles, the first call asks Linux for them, once for the process: threads that run by then have
+    # them too, a child that was forked before asks itself.
+    printed = run_python("""
+import os, threading
+import torch
+import test_threads_and_processes as t
+
+go = threading.Event()
+of_thread = []
+def work():
+    go.wait()
+    of_thread.extend(t.expected_answer(torch.bfloat16))
+thread = threading.Thread(target=work)
+thread.start()
+read, write = os.pipe()
+if os.fork() == 0:
+    os.write(write, repr(t.expected_answer(torch.bfloat16)).encode())
+    os._exit(0)
+os.close(write)
+here = t.expected_answer(torch.bfloat16)
+go.set()
+thread.join()
+of_child = b""
+while more := os.read(read, 65536):
+    of_child += more
+assert of_thread == here, (of_thread, here)
+assert of_child.decode() == repr(here), (of_child, here)
+print("the same")
+""")
+    assert printed.strip() == "the same"
 
 
 class Attended(Dataset[Tensor]):
@@ -128,7 +178,7 @@ class Attended(Dataset[Tensor]):
 
 @linux_only
 def test_data_loader_workers_can_call_attention_after_the_parent_did() -> None:
-    expected_answer()
+    expected_answer(torch.float32)
     alone = torch.stack([Attended()[i] for i in range(8)])
     loader = DataLoader(
         Attended(), batch_size=4, num_workers=2, timeout=TIME_LIMIT, multiprocessing_context="fork"

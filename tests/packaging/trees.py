@@ -25,14 +25,16 @@ TINY_KERNELS = """
 
 #include "ceilings.h"
 #include "cpu/dispatch.h"
+#include "cpu/features.h"
 
 namespace attn_ext::cpu {
-std::vector<IsaInfo> isas() { return {{"scalar", true, true, {}}}; }
+std::vector<IsaInfo> isas() { return {{"scalar", true, true, true, {}}}; }
+std::vector<std::string> compiled_isas() { return {"scalar"}; }
 const Kernels& kernels() {
   static const Kernels none = [] {
     Kernels tiny{};  // by name, so that the tree also builds with kernels to come
     tiny.name = "scalar";
-    tiny.tile = [](bool) { return TileShape{1, 1}; };
+    tiny.tile = [](DType) { return TileShape{1, 1, false}; };
     return tiny;
   }();
   return none;
@@ -43,7 +45,7 @@ std::vector<std::string> cpu_features() { return {}; }
 }  // namespace attn_ext::cpu
 namespace attn_ext::ceilings {
 double measure_fma_peak(int, double, const std::string&) { return 1.0; }
-std::optional<double> measure_bf16_peak(int, double) { return std::nullopt; }
+std::optional<double> measure_bf16_peak(int, double, const std::string&) { return std::nullopt; }
 double measure_read_bandwidth(int, int64_t, double) { return 1.0; }
 }  // namespace attn_ext::ceilings
 

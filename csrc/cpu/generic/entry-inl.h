@@ -29,9 +29,9 @@ void append(const AppendParams& p, const Parallel& parallel) {
   p.from.dtype == DType::float64 ? append_of<double>(p, parallel) : append_of<float>(p, parallel);
 }
 
-TileShape tile(bool is_double) {
-  if (is_double) return {kTileRows<double>, static_cast<int>(kPanel<double>)};
-  return {kTileRows<float>, static_cast<int>(kPanel<float>)};
+TileShape tile(DType dtype) {
+  if (dtype == DType::float64) return {kTileRows<double>, static_cast<int>(kPanel<double>), false};
+  return {kTileRows<float>, static_cast<int>(kPanel<float>), false};
 }
 
 }  // namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE

@@ -34,6 +34,9 @@ void weights(const WeightsParams& p, const Parallel& parallel) {
 
 void append(const AppendParams& p, const Parallel& parallel) { avx512::append(p, parallel); }
 
-TileShape tile(bool is_double) { return avx512::tile(is_double); }
+TileShape tile(DType dtype) {
+  if (dtype != DType::bfloat16) return avx512::tile(dtype);
+  return {PairTile::kRows, static_cast<int>(kPanel<float>), true};
+}
 
 }  // namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE
