@@ -76,6 +76,11 @@ std::vector<Feature> features() {
 
 // The features that an ISA's kernels were compiled with.
 std::vector<std::string> required(const std::string& isa) {
+#if defined(ATTN_EXT_EMULATE_AVX512)
+  if (isa == "avx512" || isa == "avx512_bf16" || isa == "amx_bf16") return {};
+#elif defined(ATTN_EXT_EMULATE_AMX)
+  if (isa == "amx_bf16") return required("avx512_bf16");
+#endif
   if (isa == "avx2") return {"avx2", "fma", "f16c"};
   if (isa == "avx512") return {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"};
   if (isa == "avx512_bf16") return {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16"};
@@ -87,9 +92,6 @@ std::vector<std::string> required(const std::string& isa) {
 }
 
 std::string missing(const std::string& isa) {
-#if defined(ATTN_EXT_EMULATE_AVX512)
-  if (isa == "avx512") return "";
-#endif
   std::string names;
   for (const std::string& name : required(isa)) {
     bool present = false;
