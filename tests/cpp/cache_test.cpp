@@ -70,13 +70,26 @@ struct Cache {
   }
 
   Forward forward(const Problem& problem, int thread_count) const {
-    Forward f{problem.like_queries(problem.c.Dv, kNaN), problem.like_rows(kNaN), Tensor(), Tensor()};
+    return forward(problem, 0, problem.c.Lq, thread_count);
+  }
+
+  // Rows [begin, end) of the problem, as if the tokens after them had not come yet.
+  Forward forward(const Problem& problem, int64_t begin, int64_t end, int thread_count) const {
+    const Case& c = problem.c;
+    Forward f{Tensor(c.dtype, {c.B0, c.B1, c.Hq, end - begin, c.Dv}, c.layout),
+              Tensor(problem.like_rows(0).dtype(), {1, problem.batch, c.Hq, end - begin, 1}), Tensor(), Tensor()};
+    f.out.fill(kNaN);
+    f.lse.fill(kNaN);
+    std::vector<int64_t> so_far = totals;
+    for (int64_t& total : so_far) total -= c.Lq - end;
     ForwardParams p;
     static_cast<AttentionParams&>(p) = problem.params();
+    p.q = problem.q.view_from(0, 0, 0, begin, 0);
+    p.Lq = p.num_queries = end - begin;
     p.k = k.view();
     p.v = v.view();
     p.layout = layout;
-    p.total_lengths = totals.data();
+    p.total_lengths = so_far.data();
     p.out = f.out.view();
     const TensorView lse = f.lse.view();
     p.lse = {lse.data, lse.stride_b1, lse.stride_h};
@@ -139,6 +152,59 @@ TEST(cache, same_bits_wherever_the_rows_lie) {
                  .causal = Causal::bottom_right,
                  .softcap = 3.0},
                 16, 0);
+  }
+}
+
+// The last rows of a full pass over a cache, as a chunk and each alone.
+void check_last_rows(const Case& c, int64_t rows, int64_t page, int64_t ring) {
+  const Problem problem(c);
+  const Context context(c.text() + ", last " + std::to_string(rows) +
+                        (page ? ", pages of " + std::to_string(page) : "") +
+                        (ring ? ", ring of " + std::to_string(ring) : ""));
+  for_each_isa([&] {
+    const Forward full = run_forward(problem, 1);
+    Cache cache(problem, page, ring);
+    for (int64_t at = 0, step = 19; at < c.Lk; at += step) cache.append(problem, at, std::min(at + step, c.Lk), 1);
+    const auto check = [&](int64_t begin, int64_t end) {
+      const Forward got = cache.forward(problem, begin, end, 1);
+      got.out.for_each([&](int64_t, int64_t, int64_t h, int64_t i, int64_t d) {
+        const double x = got.out.get(0, 0, h, i, d), y = full.out.get(0, 0, h, begin + i, d);
+        CHECK(x == y, "[%d][%d][%d] is %a in %d rows, %a in the full pass", static_cast<int>(h),
+              static_cast<int>(begin + i), static_cast<int>(d), x, static_cast<int>(end - begin), y);
+      });
+      CHECK(got.out.poison_intact(), "poison was overwritten");
+    };
+    check(c.Lq - rows, c.Lq);
+    for (int64_t i = c.Lq - rows; i < c.Lq; ++i) check(i, i + 1);
+  });
+}
+
+TEST(cache, few_rows_of_a_head_are_those_of_the_full_pass) {
+  const std::vector<int64_t> D{1, 32, 31, 64, 33, 40}, Dv{1, 15, 16, 17, 33, 32, 48};
+  const std::pair<int64_t, int64_t> heads_and_rows[] = {{1, 1},  {4, 1}, {5, 1}, {16, 1},
+                                                        {17, 1}, {4, 4}, {8, 4}, {11, 3}};
+  int64_t n = 0;
+  for (const auto& [group, rows] : heads_and_rows) {
+    for (const int64_t Lk : {1, 15, 16, 17, 31, 33, 255, 257, 1025}) {
+      ++n;
+      if (Lk < rows || !due(n)) continue;
+      const Layout layouts[] = {Layout::plain, Layout::transposed, Layout::padded, Layout::strided, Layout::plain};
+      Case c{.name = "last rows",
+             .dtype = DType::bfloat16,
+             .Hq = 2 * group,
+             .Hkv = 2,
+             .Lq = std::min<int64_t>(Lk, 37),
+             .Lk = Lk,
+             .D = D[static_cast<size_t>(n) % D.size()],
+             .Dv = Dv[static_cast<size_t>(n) % Dv.size()],
+             .layout = layouts[n % 5],
+             .causal = Causal::bottom_right,
+             .seed = static_cast<uint64_t>(n)};
+      const int64_t pages[] = {0, 1, 16, 48};
+      check_last_rows(c, rows, pages[n % 4], 0);
+      c.window_left = 20;
+      check_last_rows(c, rows, 0, 20 + c.Lq + n % 3 * 16);
+    }
   }
 }
 
@@ -205,9 +271,15 @@ TensorView numbers(std::vector<float>& x, int64_t heads, int64_t rows) {
 }
 
 TEST(cache, int8_holds_rounded_numbers_and_attends_to_those) {
-  for (const auto& [dtype, rows] : std::initializer_list<std::pair<DType, int64_t>>{
-           {DType::float32, 1}, {DType::float32, 20}, {DType::float64, 1}, {DType::float64, 20}}) {
-    const bool is_double = dtype == DType::float64;
+  for (const auto& [dtype, rows] : std::initializer_list<std::pair<DType, int64_t>>{{DType::float32, 1},
+                                                                                    {DType::float32, 20},
+                                                                                    {DType::float64, 1},
+                                                                                    {DType::float64, 20},
+                                                                                    {DType::bfloat16, 1},
+                                                                                    {DType::bfloat16, 8},
+                                                                                    {DType::bfloat16, 9},
+                                                                                    {DType::bfloat16, 20}}) {
+    const bool is_double = dtype == DType::float64, is_bf16 = dtype == DType::bfloat16;
     Case c{.name = "int8",
            .dtype = dtype,
            .Hq = 4,
@@ -217,9 +289,14 @@ TEST(cache, int8_holds_rounded_numbers_and_attends_to_those) {
            .D = 24,
            .Dv = 40,
            .causal = Causal::bottom_right};
-    Problem problem(c);
+    const Problem problem(c);
+    Case exact = c;  // holds what the cache stands for
+    if (is_bf16) exact.dtype = DType::float32;
     for_each_isa([&] {
-      Problem dequantised(c);
+      Problem dequantised(exact);
+      problem.q.for_each([&](int64_t b0, int64_t b1, int64_t h, int64_t i, int64_t d) {
+        dequantised.q.set(b0, b1, h, i, d, problem.q.get(b0, b1, h, i, d));
+      });
       const int64_t places = c.Lk + 2;
       std::vector<int8_t> data[2];
       std::vector<float> scales[2];
@@ -248,15 +325,16 @@ TEST(cache, int8_holds_rounded_numbers_and_attends_to_those) {
         for (int64_t h = 0; h < c.Hkv; ++h) {
           for (int64_t j = 0; j < c.Lk; ++j) {
             double largest = 0;
+            const Tensor& given = keys ? problem.k : problem.v;
             Tensor& rounded = keys ? dequantised.k : dequantised.v;
-            for (int64_t d = 0; d < width; ++d) largest = std::max(largest, std::fabs(rounded.get(0, 0, h, j, d)));
+            for (int64_t d = 0; d < width; ++d) largest = std::max(largest, std::fabs(given.get(0, 0, h, j, d)));
             const float scale = s[static_cast<size_t>(h * places + j)];
             const float wanted = is_double ? static_cast<float>(largest / 127.0)
                                            : static_cast<float>(static_cast<float>(largest) / 127.0f);
             CHECK(scale == wanted, "scale %g for %g", scale, largest);
             for (int64_t d = 0; d < width; ++d) {
               const int8_t got = x[static_cast<size_t>((h * places + j) * width + d)];
-              const double number = rounded.get(0, 0, h, j, d);
+              const double number = given.get(0, 0, h, j, d);
               const double exact = is_double ? number / static_cast<double>(scale)
                                              : static_cast<double>(static_cast<float>(number) / scale);
               CHECK(got == std::nearbyint(exact), "%d for %g", got, exact);
@@ -281,8 +359,27 @@ TEST(cache, int8_holds_rounded_numbers_and_attends_to_those) {
       p.total_lengths = &c.Lk;
       p.out = f.out.view();
       cpu::kernels().forward(p, threads(2));
-      check_close("out", f.out, reference_forward(dequantised).out,
-                  {.relative = 1e-5, .of_sum = 1e-5, .absolute = 1e-6});
+      Tensor sums;
+      const Tensor want = reference_forward(dequantised, &sums).out;
+      if (is_bf16) {  // the weights are rounded to bf16, or out only
+        check_close("out", f.out, want, {.relative = 0x1p-8, .of_sum = 0x1p-8}, &sums);
+      } else {
+        check_close("out", f.out, want, {.relative = 1e-5, .of_sum = 1e-5, .absolute = 1e-6});
+      }
+
+      // The last key's scales are NaN: the last row is, and no other.
+      Tensor out = problem.like_queries(c.Dv, kNaN);
+      p.out = out.view();
+      for (auto& s : scales) {
+        for (int64_t h = 0; h < c.Hkv; ++h) s[static_cast<size_t>(h * places + c.Lk - 1)] = static_cast<float>(kNaN);
+      }
+      cpu::kernels().forward(p, threads(2));
+      out.for_each([&](int64_t, int64_t, int64_t h, int64_t i, int64_t d) {
+        const double got = out.get(0, 0, h, i, d), without = f.out.get(0, 0, h, i, d);
+        CHECK(i == rows - 1 ? std::isnan(got) : got == without,
+              "[%d][%d][%d] is %g beside a scale that is NaN, %g without", static_cast<int>(h), static_cast<int>(i),
+              static_cast<int>(d), got, without);
+      });
     });
   }
 }

@@ -1,6 +1,7 @@
 // Forward, backward and weights of every ISA against the definition in double precision (check_case does all three).
 #include <algorithm>
 #include <initializer_list>
+#include <utility>
 
 #include "cpu/plan.h"
 #include "problem.h"
@@ -65,6 +66,32 @@ TEST(lengths, around_blocks) {
                   .D = 3,
                   .Dv = 4,
                   .causal = n % 4 < 2 ? Causal::bottom_right : Causal::none,
+                  .seed = static_cast<uint64_t>(n)});
+    }
+  }
+}
+
+// As many rows of a key/value head as decoding has, and one more than fits where products of pairs take some at a time.
+TEST(lengths, few_rows_of_a_head) {
+  const std::vector<int64_t> D{1, 32, 31, 64, 33, 40}, Dv{1, 15, 16, 17, 33, 32, 48};
+  const std::pair<int64_t, int64_t> heads_and_rows[] = {{1, 1},  {4, 1}, {5, 1}, {16, 1},
+                                                        {17, 1}, {4, 4}, {8, 4}, {11, 3}};
+  int64_t n = 0;
+  for (const auto& [group, Lq] : heads_and_rows) {
+    for (const int64_t Lk : {1, 15, 16, 17, 31, 33, 255, 257, 1025}) {
+      ++n;
+      if (!due(n)) continue;
+      check_case({.name = "few rows",
+                  .dtype = DType::bfloat16,
+                  .Hq = group,
+                  .Lq = Lq,
+                  .Lk = Lk,
+                  .D = D[static_cast<size_t>(n) % D.size()],
+                  .Dv = Dv[static_cast<size_t>(n) % Dv.size()],
+                  .layout = n % 4 == 3   ? Layout::strided
+                            : n % 2 == 0 ? Layout::plain
+                                         : Layout::padded,
+                  .causal = Causal::bottom_right,
                   .seed = static_cast<uint64_t>(n)});
     }
   }

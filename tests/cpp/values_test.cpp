@@ -46,12 +46,13 @@ TEST(values, nan_stays_with_the_rows_that_see_it) {
 // with zeros there, and through the path that multiplies nothing hidden.
 TEST(values, hidden_numbers_do_not_matter) {
   for (const DType dtype : kDTypes) {
-    for (const bool long_rows : {false, true}) {
+    for (const int64_t rows : {1, 8, 20, 130}) {
+      const bool long_rows = rows == 130;
       Case c{.name = "hidden",
              .dtype = dtype,
              .Hq = 2,
              .Hkv = 1,
-             .Lq = long_rows ? 130 : 20,
+             .Lq = rows,
              .Lk = long_rows ? 300 : 50,
              .D = 19,
              .Dv = 35,
@@ -102,6 +103,43 @@ TEST(values, rows_before_the_one_that_hides_a_nan) {
         }
       }
     });
+  }
+}
+
+// Rows of a decoding step, or of a few tokens: NaN and Inf in values that some of them see, and NaN in the last key.
+TEST(values, few_rows_with_nan_and_inf) {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t Lq : {1, 3, 8, 16, 17, 40}) {
+      for (const int64_t Lk : {50, 300}) {
+        Case c{.name = "few rows",
+               .dtype = dtype,
+               .Hq = 2,
+               .Lq = Lq,
+               .Lk = Lk,
+               .D = 9,
+               .Dv = 35,
+               .causal = Causal::bottom_right};
+        Problem problem(c);
+        problem.v.set(0, 0, 0, 5, 0, kNaN);
+        problem.v.set(0, 0, 0, 6, 1, kInf);
+        problem.v.set(0, 0, 0, 7, 2, kInf);
+        problem.v.set(0, 0, 0, Lk - 7, 2, -kInf);  // with the other one NaN
+        problem.v.set(0, 0, 0, Lk - 2, 3, kInf);
+        problem.v.set(0, 0, 0, Lk - 2, 34, kNaN);
+        problem.k.set(0, 0, 0, Lk - 1, 0, kNaN);
+        const Context context(c.text());
+        const Forward want = reference_forward(problem);
+        for_each_isa([&] {
+          const Forward got = run_forward(problem);
+          want.out.for_each([&](int64_t, int64_t, int64_t h, int64_t i, int64_t d) {
+            const double x = got.out.get(0, 0, h, i, d), y = want.out.get(0, 0, h, i, d);
+            const bool right = std::isfinite(y) ? std::fabs(x - y) < 0.02 : std::isnan(y) ? std::isnan(x) : x == y;
+            CHECK(right, "[%d][%d][%d] is %g, not %g", static_cast<int>(h), static_cast<int>(i), static_cast<int>(d), x,
+                  y);
+          });
+        });
+      }
+    }
   }
 }
 

@@ -6,86 +6,26 @@
 // Subnormal numbers count as zeros, and are stored as zeros; rounding is to nearest even whatever the thread's state says.
 // (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS.)
 //
-// With ATTN_EXT_EMULATE_AMX the same in plain C++, bit by bit, for machines without it and for the sanitizers, which do
-// not see what these instructions read and write.
+// With ATTN_EXT_EMULATE_AMX the kernels get the same in plain C++, bit by bit, for machines without it and for the
+// sanitizers, which do not see what these instructions read and write.
 #pragma once
 
+#include <cassert>
 #include <cstdint>
 #include <cstring>
 
-#if defined(ATTN_EXT_EMULATE_AMX)
-#include <bit>
-#include <cmath>
-#endif
+#include "cpu/isa/avx512_bf16/emulation.h"
 
 namespace attn_ext::cpu::amx {
 
 inline constexpr int kTiles = 8;
-inline constexpr int kTileRows = 16;    // of A and C, and pairs of rows of B
+inline constexpr int kTileRows = 16;     // of A and C, and pairs of rows of B
 inline constexpr int kTileColumns = 16;  // of C; of B in pairs
-inline constexpr int kTileDepth = 32;   // numbers along k
+inline constexpr int kTileDepth = 32;    // numbers along k
 
-#if defined(ATTN_EXT_EMULATE_AMX)
+namespace hardware {
 
-// The registers of this thread.
-struct Registers {
-  alignas(64) unsigned char bytes[kTiles][kTileRows][64];
-};
-inline Registers& registers() {
-  static thread_local Registers r;
-  return r;
-}
-
-// While it lives the thread has tiles, all of full size.
-class Session {};
-
-template <int T>
-void load(const void* from, int64_t stride) {
-  for (int64_t r = 0; r < kTileRows; ++r) {
-    std::memcpy(registers().bytes[T][r], static_cast<const char*>(from) + r * stride, 64);
-  }
-}
-
-template <int T>
-void store(void* to, int64_t stride) {
-  for (int64_t r = 0; r < kTileRows; ++r) {
-    std::memcpy(static_cast<char*>(to) + r * stride, registers().bytes[T][r], 64);
-  }
-}
-
-template <int T>
-void zero() {
-  std::memset(registers().bytes[T], 0, sizeof registers().bytes[T]);
-}
-
-inline float without_subnormals(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
-
-template <int C, int A, int B>
-void multiply_add() {
-  const auto number = [](const unsigned char* row, int at) {
-    uint16_t bits;
-    std::memcpy(&bits, row + 2 * at, sizeof bits);
-    return without_subnormals(std::bit_cast<float>(static_cast<uint32_t>(bits) << 16));
-  };
-  Registers& r = registers();
-  for (int m = 0; m < kTileRows; ++m) {
-    for (int n = 0; n < kTileColumns; ++n) {
-      float even = 0, odd = 0, sum;
-      for (int k = 0; k < kTileDepth / 2; ++k) {
-        even = without_subnormals(
-            std::fma(number(r.bytes[A][m], 2 * k), number(r.bytes[B][k], 2 * n), even));
-        odd = without_subnormals(
-            std::fma(number(r.bytes[A][m], 2 * k + 1), number(r.bytes[B][k], 2 * n + 1), odd));
-      }
-      std::memcpy(&sum, r.bytes[C][m] + 4 * n, sizeof sum);
-      sum = without_subnormals(without_subnormals(sum) + without_subnormals(even + odd));
-      std::memcpy(r.bytes[C][m] + 4 * n, &sum, sizeof sum);
-    }
-  }
-}
-
-#else
-
+// While it lives the thread has tiles, all of full size and zeros.
 class Session {
  public:
   Session() {
@@ -125,6 +65,97 @@ template <int C, int A, int B>
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
+}  // namespace hardware
+
+namespace emulated {
+
+// The registers of this thread.
+struct Registers {
+  bool configured = false;
+  alignas(64) unsigned char bytes[kTiles][kTileRows][64];
+};
+
+inline Registers& all_registers() {
+  static thread_local Registers r;
+  return r;
+}
+
+inline Registers& registers() {
+  assert(all_registers().configured);  // outside of a Session the instructions are invalid
+  return all_registers();
+}
+
+class Session {
+ public:
+  Session() {
+    all_registers().configured = true;
+    std::memset(all_registers().bytes, 0, sizeof all_registers().bytes);
+  }
+  ~Session() { all_registers().configured = false; }
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+};
+
+template <int T>
+void load(const void* from, int64_t stride) {
+  for (int64_t r = 0; r < kTileRows; ++r) {
+    std::memcpy(registers().bytes[T][r], static_cast<const char*>(from) + r * stride, 64);
+  }
+}
+
+template <int T>
+void store(void* to, int64_t stride) {
+  for (int64_t r = 0; r < kTileRows; ++r) {
+    std::memcpy(static_cast<char*>(to) + r * stride, registers().bytes[T][r], 64);
+  }
+}
+
+template <int T>
+void zero() {
+  std::memset(registers().bytes[T], 0, sizeof registers().bytes[T]);
+}
+
+// C, A and B as bytes of a register.
+inline void multiply_add(unsigned char (&c)[kTileRows][64], const unsigned char (&a)[kTileRows][64],
+                         const unsigned char (&b)[kTileRows][64]) {
+  const auto numbers = [](const unsigned char(&bytes)[kTileRows][64], float(&to)[kTileRows][kTileDepth]) {
+    for (int r = 0; r < kTileRows; ++r) {
+      bf16 row[kTileDepth];
+      std::memcpy(row, bytes[r], sizeof row);
+      for (int k = 0; k < kTileDepth; ++k) to[r][k] = emulation::number(row[k]);
+    }
+  };
+  float left[kTileRows][kTileDepth], right[kTileRows][kTileDepth];
+  numbers(a, left);
+  numbers(b, right);
+  for (int m = 0; m < kTileRows; ++m) {
+    float sums[kTileColumns];
+    std::memcpy(sums, c[m], sizeof sums);
+    for (int n = 0; n < kTileColumns; ++n) {
+      float even = 0, odd = 0;
+      for (int k = 0; k < kTileDepth / 2; ++k) {
+        even = emulation::multiply_add(left[m][2 * k], right[k][2 * n], even);
+        odd = emulation::multiply_add(left[m][2 * k + 1], right[k][2 * n + 1], odd);
+      }
+      const float product = emulation::without_subnormals(even + odd);
+      sums[n] = emulation::without_subnormals(emulation::without_subnormals(sums[n]) + product);
+    }
+    std::memcpy(c[m], sums, sizeof sums);
+  }
+}
+
+template <int C, int A, int B>
+void multiply_add() {
+  Registers& r = registers();
+  multiply_add(r.bytes[C], r.bytes[A], r.bytes[B]);
+}
+
+}  // namespace emulated
+
+#if defined(ATTN_EXT_EMULATE_AMX)
+using namespace emulated;
+#else
+using namespace hardware;
 #endif
 
 }  // namespace attn_ext::cpu::amx

@@ -1,5 +1,6 @@
-// AVX-512 for machines without it, so that the avx512 kernels can be tested everywhere: SIMDe's portable functions under
-// the names of the intrinsics, and, lane by lane, those that vec.h uses and SIMDe 0.7.4 does not have.
+// AVX-512 for machines without it, so that the kernels for it, with and without bf16, can be tested everywhere: SIMDe's
+// portable functions under the names of the intrinsics, and, lane by lane, those that vec.h, pairs.h and pair_tile.h use
+// and SIMDe 0.7.4 does not have.
 #pragma once
 
 #if defined(__GNUC__)
@@ -13,8 +14,11 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 
-namespace attn_ext::cpu::avx512::emulation {
+#include "cpu/isa/avx512_bf16/emulation.h"
+
+namespace attn_ext::cpu::emulation {
 
 // Every lane of a vector as another integer type; `a` may have more lanes than the result.
 template <class Result, class To, class From, class Vector>
@@ -75,7 +79,38 @@ inline __m256i to_half(__m512 a) {
   return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 
-}  // namespace attn_ext::cpu::avx512::emulation
+// Of each lane of 16 bits whether `holds(a, b)`.
+template <class F>
+inline __mmask32 compare(__m512i a, __m512i b, F holds) {
+  uint16_t x[32], y[32];
+  std::memcpy(x, &a, sizeof x);
+  std::memcpy(y, &b, sizeof y);
+  uint32_t mask = 0;
+  for (int i = 0; i < 32; ++i) mask |= static_cast<uint32_t>(holds(x[i], y[i])) << i;
+  return mask;
+}
+
+// VDPBF16PS. The pairs come as bits.
+inline __m512 dot(__m512 sums, __m512 a, __m512 b) {
+  float to[16];
+  uint32_t x[16], y[16];
+  std::memcpy(to, &sums, sizeof to);
+  std::memcpy(x, &a, sizeof x);
+  std::memcpy(y, &b, sizeof y);
+  for (int i = 0; i < 16; ++i) to[i] = dot(x[i], y[i], to[i]);
+  std::memcpy(&sums, to, sizeof to);
+  return sums;
+}
+
+// VCVTNE2PS2BF16.
+inline void narrow(__m512 first, __m512 second, bf16* to) {
+  float from[32];
+  std::memcpy(from, &first, sizeof first);
+  std::memcpy(from + 16, &second, sizeof second);
+  for (int i = 0; i < 32; ++i) to[i] = to_bf16(without_subnormals(from[i]));
+}
+
+}  // namespace attn_ext::cpu::emulation
 
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvtepu8_epi32
@@ -86,6 +121,8 @@ inline __m256i to_half(__m512 a) {
 #undef _mm512_cvtepi32_epi16
 #undef _mm512_cmpneq_epi32_mask
 #undef _mm512_cmpneq_epi64_mask
+#undef _mm512_cmpneq_epi16_mask
+#undef _mm512_cmpgt_epu16_mask
 #undef _mm512_cvtph_ps
 #undef _mm512_cvtps_ph
 #undef _mm512_cvtss_f32
@@ -101,6 +138,8 @@ inline __m256i to_half(__m512 a) {
 #define _mm512_cvtepi32_epi16(a) (emulation::convert<__m256i, uint16_t, uint32_t>(a))
 #define _mm512_cmpneq_epi32_mask(a, b) static_cast<__mmask16>(~_mm512_cmpeq_epi32_mask(a, b))
 #define _mm512_cmpneq_epi64_mask(a, b) static_cast<__mmask8>(~_mm512_cmpeq_epi64_mask(a, b))
+#define _mm512_cmpneq_epi16_mask(a, b) (emulation::compare(a, b, std::not_equal_to<>()))
+#define _mm512_cmpgt_epu16_mask(a, b) (emulation::compare(a, b, std::greater<>()))
 #define _mm512_cvtph_ps(a) (emulation::from_half(a))
 #define _mm512_cvtps_ph(a, to_nearest) (emulation::to_half(a))
 #define _mm512_cvtss_f32(a) (emulation::first<float>(a))

@@ -31,7 +31,7 @@ struct PairTile {
 
   static V dot(V a, V b, V c) {
 #if defined(ATTN_EXT_EMULATE_AVX512)
-    return emulation::dot(a, b, c);
+    return {emulation::dot(c.v, a.v, b.v)};
 #else
     return {_mm512_dpbf16_ps(c.v, (__m512bh)a.v, (__m512bh)b.v)};
 #endif

@@ -28,9 +28,7 @@ struct Pairs {
   // 32 numbers rounded to nearest even, subnormal ones to zero, one after the other.
   static void narrow(V first, V second, bf16* to) {
 #if defined(ATTN_EXT_EMULATE_AVX512)
-    const V least = V::broadcast(0x1p-126f);
-    V::select(V::less(V::abs(first), least), V::zero(), first).store(to);
-    V::select(V::less(V::abs(second), least), V::zero(), second).store(to + V::N);
+    emulation::narrow(first.v, second.v, to);
 #else
     const __m512bh both = _mm512_cvtne2ps_pbh(second.v, first.v);
     std::memcpy(to, &both, sizeof both);
