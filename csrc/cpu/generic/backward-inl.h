@@ -357,15 +357,15 @@ class BackwardWorker {
   const ScoreUnits<T> units_;
   const int64_t group_, d_, dv_;  // Hq / Hkv; D and Dv rounded up to whole vectors
 
-  ScoreRow* row_ = nullptr;                      // [kRows]
-  T *q_rows_ = nullptr, *go_rows_ = nullptr;     // [kRows][d_], [kRows][dv_]
-  bf16* q_pairs_ = nullptr;                      // [kRows][depth of D], where pairs are multiplied
+  ScoreRow* row_ = nullptr;                       // [kRows]
+  T *q_rows_ = nullptr, *go_rows_ = nullptr;      // [kRows][d_], [kRows][dv_]
+  bf16* q_pairs_ = nullptr;                       // [kRows][depth of D], where pairs are multiplied
   typename Products::Right* k_panels_ = nullptr;  // transposed panels of keys
   T* v_panels_ = nullptr;
-  T* k_rows_ = nullptr;                          // panels of columns
-  T *dk_rows_ = nullptr, *dv_rows_ = nullptr;    // [kKeys][d_], [kKeys][dv_]
-  T *p_tile_ = nullptr, *ds_tile_ = nullptr;     // [kRows][kTileStride]
-  T* cap_tile_ = nullptr;                        // [kRows][kTileStride]
+  T* k_rows_ = nullptr;                        // panels of columns
+  T *dk_rows_ = nullptr, *dv_rows_ = nullptr;  // [kKeys][d_], [kKeys][dv_]
+  T *p_tile_ = nullptr, *ds_tile_ = nullptr;   // [kRows][kTileStride]
+  T* cap_tile_ = nullptr;                      // [kRows][kTileStride]
   RowBuffers<T> buffers_;
   uint8_t *keep_ = nullptr, *hidden_ = nullptr;  // [kKeys], [kRows][kTileStride]
 

@@ -411,7 +411,8 @@ class ForwardWorker {
     const int64_t row = half * Products::kRows + r - strip.row_begin, from = s.from - s.start, to = s.to - s.start;
     T* x = scores_ + row * scores_stride_;
     if (p_.scales.k) scale_row(s, k_scales_, x);
-    if (!strip.all_visible || units_.scaled || p_.mask) finish_scores<T>(p_, units_, sequence_, row_[r], s, buffers_, x);
+    if (!strip.all_visible || units_.scaled || p_.mask)
+      finish_scores<T>(p_, units_, sequence_, row_[r], s, buffers_, x);
     uint8_t* hidden = hidden_ + row * scores_stride_;
     if (exclude_hidden) {
       for (int64_t j = from; j < to; ++j) hidden[j] = x[j] == -kInfinity<T>;
@@ -437,10 +438,10 @@ class ForwardWorker {
   void multiply_values_panel(const Strip& strip, int64_t column, int64_t half, Partial t) {
     const int64_t from = strip.panel_begin * kPanelKeys, to = std::min(strip.panel_end * kPanelKeys, block_keys_);
     const int vecs = padded_dv_ - column > N ? kTileVecs : 1;
-    Products::template multiply<Start::from_c>(
-        strip.rows(), vecs, Products::depth(to - from), weights_ + half * Products::kRows * weights_stride() + from,
-        weights_stride(), values_panel(column) + from / 2 * vecs * N, vecs * N,
-        t.acc + strip.row_begin * padded_dv_ + column, padded_dv_);
+    Products::template multiply<Start::from_c>(strip.rows(), vecs, Products::depth(to - from),
+                                               weights_ + half * Products::kRows * weights_stride() + from,
+                                               weights_stride(), values_panel(column) + from / 2 * vecs * N, vecs * N,
+                                               t.acc + strip.row_begin * padded_dv_ + column, padded_dv_);
   }
 
   // s = q · kᵀ, panel by panel.
@@ -513,7 +514,8 @@ class ForwardWorker {
       const bool ask_more = end_to_end && !next_keys_asked_;
       Sums sums;
       sums.template begin<Start::zero>(turned_scores_, kTurnedStride);
-      for (int64_t d = 0; d < depth; d += Products::kDepth, values += tiles * Sums::kAsked, more += tiles * Sums::kAsked) {
+      for (int64_t d = 0; d < depth;
+           d += Products::kDepth, values += tiles * Sums::kAsked, more += tiles * Sums::kAsked) {
         const Right* q = turned_q_ + d / 2 * kTurnedStride;
         if (ask_more) {
           sums.add(keys + d, stride, q, kTurnedStride, Ahead{values, Sums::kAsked}, Ahead{more, Sums::kAsked});
@@ -593,7 +595,8 @@ class ForwardWorker {
       // The next block's keys, whose turn comes next, where they lie end to end: every panel of columns asks for its share.
       const bool ask = to - from == kKeyBlock && block_start_ + kKeyBlock < key_hi_ &&
                        k_rows_[block_keys_ - 1] - k_rows_[0] == (block_keys_ - 1) * k_bytes;
-      const int64_t lines = ceil_div(kKeyBlock * k_bytes, ceil_div(p_.Dv, kPanel<T>) * static_cast<int64_t>(kCacheLine));
+      const int64_t lines =
+          ceil_div(kKeyBlock * k_bytes, ceil_div(p_.Dv, kPanel<T>) * static_cast<int64_t>(kCacheLine));
       const char* next = k_rows_[0] + kKeyBlock * k_bytes;
       next_keys_asked_ = ask;
       for (int64_t column = 0; column < p_.Dv; column += kPanel<T>, next += lines * static_cast<int64_t>(kCacheLine)) {
@@ -854,8 +857,8 @@ class ForwardWorker {
   uint8_t* hidden_ = nullptr;  // [kRowBlock][keys]
   // Of products of pairs only: the weights, rounded; and where k is read as it lies, q turned, keys that do not lie
   // evenly, and the scores before they are turned.
-  Left* weights_ = nullptr;      // [kRowBlock][weights_stride()]
-  Right* turned_q_ = nullptr;    // [D][kPanelKeys]
+  Left* weights_ = nullptr;       // [kRowBlock][weights_stride()]
+  Right* turned_q_ = nullptr;     // [D][kPanelKeys]
   Left* some_keys_ = nullptr;     // [kDirectKeys][D]
   T* turned_scores_ = nullptr;    // [kDirectKeys][N], or half the keys and twice the rows
   bool next_keys_asked_ = false;  // the block's k was asked for while the block before was worked on

@@ -5,7 +5,7 @@ namespace attn_ext::cpu::amx_bf16 {
 namespace {
 
 struct PairTile {
-  static constexpr int kRows = 32;       // of C at a time: 2 × 2 tiles, each factor's tile loaded for two products
+  static constexpr int kRows = 32;  // of C at a time: 2 × 2 tiles, each factor's tile loaded for two products
   static constexpr int kRowMultiple = amx::kTileRows;  // A and C are read and written up to the next multiple of it
   static constexpr int kDepth = amx::kTileDepth;       // A and B hold zeros up to the next multiple of it
   // Rows of k are a left factor as they lie: k · qᵀ has the bits of q · kᵀ.
@@ -67,9 +67,8 @@ struct PairTile {
 
     template <class F>
     [[gnu::always_inline]] static void each(F&& f) {
-      [&]<int... t>(std::integer_sequence<int, t...>) {
-        (f.template operator()<t / NT, t % NT>(), ...);
-      }(std::make_integer_sequence<int, MT * NT>());
+      [&]<int... t>(std::integer_sequence<int, t...>) { (f.template operator()<t / NT, t % NT>(), ...); }
+      (std::make_integer_sequence<int, MT * NT>());
     }
     template <class C>
     static C* tile_of(C* c, int64_t ldc, int m, int n) {

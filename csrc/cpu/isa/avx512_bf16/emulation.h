@@ -17,9 +17,13 @@ inline constexpr float kSmallestNormal = std::numeric_limits<float>::min();
 
 inline float without_subnormals(float x) { return std::fabs(x) < kSmallestNormal ? std::copysign(0.0f, x) : x; }
 
-// a · b + c; none of them is subnormal.
+// a · b + c; a and b were bf16, and none of the three is subnormal.
 inline float multiply_add(float a, float b, float c) {
-  const float sum = std::fma(a, b, c);
+  // A product of two numbers of 8 bits is exact, and so is rounded once with the sum, where its exponent fits: std::fma is
+  // a call into the C library.
+  const float product = a * b;
+  const bool fits = std::fabs(product) > 0x1p-100f && std::fabs(product) < 0x1p+120f;
+  const float sum = fits || a == 0.0f || b == 0.0f ? product + c : std::fma(a, b, c);
   if (!(std::fabs(sum) <= kSmallestNormal)) return sum;
   // What lies below the smallest normal number by less than fma can tell is zero as well. (Where the scaled numbers
   // overflow the sum is 0 exactly.)

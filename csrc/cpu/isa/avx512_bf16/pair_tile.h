@@ -8,9 +8,9 @@ namespace attn_ext::cpu::avx512_bf16 {
 namespace {
 
 struct PairTile {
-  static constexpr int kRows = 12;        // 12 × 2 vectors of C + 2 of B of 32 registers
-  static constexpr int kRowMultiple = 1;  // A and C have just the rows that are asked for
-  static constexpr int kDepth = 2;        // A and B hold zeros up to the next multiple of it
+  static constexpr int kRows = 12;               // 12 × 2 vectors of C + 2 of B of 32 registers
+  static constexpr int kRowMultiple = 1;         // A and C have just the rows that are asked for
+  static constexpr int kDepth = 2;               // A and B hold zeros up to the next multiple of it
   static constexpr bool kKeysAsTheyLie = false;  // a row of k as the left factor would leave most of a vector of q idle
 
   struct Session {};
