@@ -24,6 +24,8 @@ namespace {
 template <class Products>
 class BackwardWorker {
   using T = typename Products::T;
+  using Left = typename Products::Left;
+  using Right = typename Products::Right;
   using V = Vec<T>;
   static constexpr int N = V::N;
   static constexpr int64_t kKeys = kBackwardKeys, kRows = kBackwardRows;
@@ -66,8 +68,8 @@ class BackwardWorker {
     const char* k = address(p_.k, p_.batch_inner, at.b, at.hkv, row);
     Products::pack_keys(p_.k, EvenRows(p_.k, k), keys_, p_.D, k_panels_);
     if (p_.Dv > 0) {  // an empty tensor's pointer is null, with no address to count from
-      pack_transposed<T>(p_.v, EvenRows(p_.v, address(p_.v, p_.batch_inner, at.b, at.hkv, row)), keys_, p_.Dv,
-                         v_panels_);
+      Products::pack_keys(p_.v, EvenRows(p_.v, address(p_.v, p_.batch_inner, at.b, at.hkv, row)), keys_, p_.Dv,
+                          v_panels_);
     }
     keys_finite_ = !p_.dq || pack_rows<T>(p_.k, EvenRows(p_.k, k), keys_, p_.D, kKeys, k_rows_);
   }
@@ -84,15 +86,8 @@ class BackwardWorker {
     load_rows(at.b, h);
 
     const int64_t columns = round_up_to(to_, N) - from_;
-    if constexpr (Products::kPairs) {
-      multiply_keys<Products>(rows_, columns, p_.D, q_pairs_, Products::depth(p_.D),
-                              k_panels_ + from_ * Products::right_rows(p_.D), p_tile_ + from_, kTileStride);
-    } else {
-      multiply_keys<Products>(rows_, columns, p_.D, q_rows_, d_, k_panels_ + from_ * p_.D, p_tile_ + from_,
-                              kTileStride);
-    }
-    multiply_panels<T, Start::zero, Along::k>(rows_, columns, p_.Dv, go_rows_, dv_, v_panels_ + from_ * p_.Dv,
-                                              {kPanel<T> * p_.Dv, 0}, ds_tile_ + from_, kTileStride);
+    multiply_by_keys(columns, p_.D, left_q_, k_panels_, p_tile_);
+    multiply_by_keys(columns, p_.Dv, left_go_, v_panels_, ds_tile_);
 
     const Stretch s{at.key, at.key + from_, at.key + from_ + columns, at.key + keys_};
     const bool plain = all_visible_ && !units_.scaled && !p_.mask;
@@ -108,6 +103,13 @@ class BackwardWorker {
       weights_and_scores(r, s, max[row_[r].i], sum[row_[r].i], delta[row_[r].i]);
     }
     return true;
+  }
+
+  // Products of the tile's rows with k or v, whose panels are `width` numbers deep.
+  void multiply_by_keys(int64_t columns, int64_t width, const Left* rows, const Right* panels, T* tile) const {
+    const int64_t stride = Products::kPairs ? Products::depth(width) : round_up_to(width, N);
+    multiply_keys<Products>(rows_, columns, width, rows, stride, panels + from_ * Products::right_rows(width),
+                            tile + from_, kTileStride);
   }
 
   // Step 4 for dk and dv.
@@ -171,11 +173,11 @@ class BackwardWorker {
   }
 
   // Adds the tile's bias gradient to sums[row of the block · row_stride + key of the block · key_stride].
-  void add_bias_gradients(T* sums, int64_t row_stride, int64_t key_stride) const {
+  void add_bias_gradients(double* sums, int64_t row_stride, int64_t key_stride) const {
     for (int64_t r = 0; r < rows_; ++r) {
       const T* ds = ds_tile_ + r * kTileStride;
-      T* to = sums + (first_row_ + r) * row_stride;
-      for (int64_t j = from_; j < to_; ++j) to[j * key_stride] += ds[j];
+      double* to = sums + (first_row_ + r) * row_stride;
+      for (int64_t j = from_; j < to_; ++j) to[j * key_stride] += static_cast<double>(ds[j]);
     }
   }
 
@@ -185,9 +187,15 @@ class BackwardWorker {
     row_ = carve.take<ScoreRow>(kRows);
     q_rows_ = carve.take<T>(kRows * d_);
     go_rows_ = carve.take<T>(kRows * dv_);
-    if constexpr (Products::kPairs) q_pairs_ = carve.take<bf16>(kRows * Products::depth(p_.D));
-    k_panels_ = carve.take<typename Products::Right>(kKeys * Products::right_rows(p_.D));
-    v_panels_ = carve.take<T>(kKeys * p_.Dv);
+    if constexpr (Products::kPairs) {
+      left_q_ = carve.take<Left>(kRows * Products::depth(p_.D));
+      left_go_ = carve.take<Left>(kRows * Products::depth(p_.Dv));
+    } else {
+      left_q_ = q_rows_;
+      left_go_ = go_rows_;
+    }
+    k_panels_ = carve.take<Right>(kKeys * Products::right_rows(p_.D));
+    v_panels_ = carve.take<Right>(kKeys * Products::right_rows(p_.Dv));
     k_rows_ = carve.take<T>(kKeys * d_);
     dk_rows_ = carve.take<T>(kKeys * d_);
     dv_rows_ = carve.take<T>(kKeys * dv_);
@@ -240,21 +248,22 @@ class BackwardWorker {
   void load_rows(int64_t b, int64_t h) {
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t row = sequence_.q_row + row_[r].i;
-      const char* q = address(p_.q, p_.batch_inner, b, h, row);
-      load_row(p_.q, q, p_.D, units_.q_factor, q_rows_ + r * d_, d_);
-      if constexpr (Products::kPairs) {
-        Products::load_left(p_.q, q, p_.D, units_.q_factor, q_pairs_ + r * Products::depth(p_.D));
-      }
+      load_row(p_.q, address(p_.q, p_.batch_inner, b, h, row), p_.D, units_.q_factor, r, q_rows_, d_, left_q_);
       if (p_.Dv == 0) continue;
-      load_row(p_.grad_out, address(p_.grad_out, p_.batch_inner, b, h, row), p_.Dv, T(1), go_rows_ + r * dv_, dv_);
+      load_row(p_.grad_out, address(p_.grad_out, p_.batch_inner, b, h, row), p_.Dv, T(1), r, go_rows_, dv_, left_go_);
     }
     // Only asked where something may be hidden.
     rows_finite_ = !some_hidden_ || (all_finite(q_rows_, rows_ * d_) && all_finite(go_rows_, rows_ * dv_));
   }
 
-  static void load_row(const TensorView& view, const char* src, int64_t n, T factor, T* dst, int64_t padded) {
+  // Row r of q or go: as T, for the sums over rows, and as the left factor of a product with k or v where that is another
+  // format.
+  static void load_row(const TensorView& view, const char* src, int64_t n, T factor, int64_t r, T* rows, int64_t stride,
+                       Left* left) {
+    T* dst = rows + r * stride;
     copy_row_scaled<T>(view, src, n, factor, dst);
-    std::fill(dst + n, dst + padded, T(0));
+    std::fill(dst + n, dst + stride, T(0));
+    if constexpr (Products::kPairs) Products::load_left(view, src, n, factor, left + r * Products::depth(n));
   }
 
   static bool all_finite(const T* x, int64_t n) {
@@ -357,15 +366,14 @@ class BackwardWorker {
   const ScoreUnits<T> units_;
   const int64_t group_, d_, dv_;  // Hq / Hkv; D and Dv rounded up to whole vectors
 
-  ScoreRow* row_ = nullptr;                       // [kRows]
-  T *q_rows_ = nullptr, *go_rows_ = nullptr;      // [kRows][d_], [kRows][dv_]
-  bf16* q_pairs_ = nullptr;                       // [kRows][depth of D], where pairs are multiplied
-  typename Products::Right* k_panels_ = nullptr;  // transposed panels of keys
-  T* v_panels_ = nullptr;
-  T* k_rows_ = nullptr;                        // panels of columns
-  T *dk_rows_ = nullptr, *dv_rows_ = nullptr;  // [kKeys][d_], [kKeys][dv_]
-  T *p_tile_ = nullptr, *ds_tile_ = nullptr;   // [kRows][kTileStride]
-  T* cap_tile_ = nullptr;                      // [kRows][kTileStride]
+  ScoreRow* row_ = nullptr;                          // [kRows]
+  T *q_rows_ = nullptr, *go_rows_ = nullptr;         // [kRows][d_], [kRows][dv_]
+  Left *left_q_ = nullptr, *left_go_ = nullptr;      // the same as left factors
+  Right *k_panels_ = nullptr, *v_panels_ = nullptr;  // transposed panels of keys
+  T* k_rows_ = nullptr;                              // panels of columns
+  T *dk_rows_ = nullptr, *dv_rows_ = nullptr;        // [kKeys][d_], [kKeys][dv_]
+  T *p_tile_ = nullptr, *ds_tile_ = nullptr;         // [kRows][kTileStride]
+  T* cap_tile_ = nullptr;                            // [kRows][kTileStride]
   RowBuffers<T> buffers_;
   uint8_t *keep_ = nullptr, *hidden_ = nullptr;  // [kKeys], [kRows][kTileStride]
 
@@ -434,11 +442,11 @@ void compute_sink_gradients(const BackwardParams& p, const Parallel& parallel, c
 }
 
 // The gradient of a bias that several scores share, in a pass of its own that recomputes ds: a task owns entries of the
-// bias and adds up all that share them in a fixed order, so nothing is added by two threads.
+// bias and adds up all that share them in a fixed order, so nothing is added by two threads. In fp64: a number may be the
+// sum of all scores' gradients, which cancel in every row.
 template <class Products>
 void compute_bias_gradients(const BackwardParams& p, const Parallel& parallel, const typename Products::T* delta,
                             int n) {
-  using T = typename Products::T;
   constexpr int64_t kKeys = kBackwardKeys, kRows = kBackwardRows;
   using Worker = BackwardWorker<Products>;
   const bool by_b0 = p.bias_varies[n][0], by_b1 = p.bias_varies[n][1];
@@ -450,9 +458,9 @@ void compute_bias_gradients(const BackwardParams& p, const Parallel& parallel, c
   const int64_t group = p.Hq / p.Hkv;
   share_tasks(parallel, own_b0s * own_b1s * heads * own_rows * own_keys, [&](auto&& next) {
     Worker worker(p, delta);
-    std::vector<T> sums(static_cast<size_t>((by_i ? kRows : 1) * (by_j ? kKeys : 1)));
+    std::vector<double> sums(static_cast<size_t>((by_i ? kRows : 1) * (by_j ? kKeys : 1)));
     for (int64_t task; (task = next()) >= 0;) {
-      std::fill(sums.begin(), sums.end(), T(0));
+      std::fill(sums.begin(), sums.end(), 0.0);
       const int64_t own_key = task % own_keys, own_row = task / own_keys % own_rows;
       const int64_t own_h = task / (own_keys * own_rows) % heads, own_b = task / (own_keys * own_rows * heads);
       const int64_t own_b0 = own_b / own_b1s, own_b1 = own_b % own_b1s;
@@ -473,9 +481,9 @@ void compute_bias_gradients(const BackwardParams& p, const Parallel& parallel, c
       }
       const int64_t row = own_row * kRows, key = own_key * kKeys;
       for (int64_t r = 0; r < (by_i ? std::min(kRows, p.Lq - row) : 1); ++r) {
-        store_row<T>(p.dbias[n],
-                     address(p.dbias[n], inner, own_b0 * inner + own_b1, own_h, by_i ? row + r : 0, by_j ? key : 0),
-                     by_j ? std::min(kKeys, p.Lk - key) : 1, T(1), sums.data() + r * (by_j ? kKeys : 1));
+        char* to = address(p.dbias[n], inner, own_b0 * inner + own_b1, own_h, by_i ? row + r : 0, by_j ? key : 0);
+        store_row<double>(p.dbias[n], to, by_j ? std::min(kKeys, p.Lk - key) : 1, 1.0,
+                          sums.data() + r * (by_j ? kKeys : 1));
       }
     }
   });

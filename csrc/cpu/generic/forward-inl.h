@@ -333,8 +333,9 @@ class ForwardWorker {
         if (!plain) finish_scores<T>(p_, units_, sequence_, row_[i], s, buffers_, x);
         if (!packs_values_first_ && p_.Dv > 0 && !exclude_hidden && hides_bad_value(s, x)) {
           exclude_hidden = true;
-          for (int64_t before = row_begin; before < i; ++before) {  // those rows hid none of the strip's keys
-            std::memset(hidden_ + (before - row_begin) * ld + (s.from - s.start), 0, s.to - s.from);
+          // The rows before hid no key that they reach, or no bad value.
+          for (int64_t before = row_begin; before < i; ++before) {
+            std::memset(hidden_ + (before - row_begin) * ld, 0, static_cast<size_t>(ld));
           }
         }
         if (exclude_hidden) {

@@ -46,7 +46,7 @@ struct VectorProducts {
   }
 };
 
-// q · kᵀ for all rows and columns (a multiple of N): q row by row, k in panels.
+// q · kᵀ (or go · vᵀ) for all rows and columns (a multiple of N): q row by row, k in panels.
 template <class Products>
 inline void multiply_keys(int64_t rows, int64_t columns, int64_t D, const typename Products::Left* q, int64_t q_stride,
                           const typename Products::Right* k, typename Products::T* scores, int64_t ld) {
