@@ -1,4 +1,5 @@
-// Which ISA's kernels run: the best that the CPU and the OS have, or the one forced by the environment variable ATTN_EXT_ISA or use_isa.
+// Which ISA's kernels run: the best that the CPU and the OS have, or the one forced by the environment variable
+// ATTN_EXT_ISA or use_isa.
 #pragma once
 
 #include <string>

@@ -107,19 +107,9 @@ struct PairProducts {
     });
   }
 
-  // Rows of k as a left factor.
+  // Rows of k, bf16, as a left factor.
   static void load_keys(const TensorView& view, const char* const* rows, int64_t count, int64_t n, bf16* dst) {
-    with_pair_storage(view.dtype, [&]<class Storage>(Storage*) {
-      for (int64_t r = 0; r < count; ++r, dst += depth(n)) {
-        const auto* from = reinterpret_cast<const Storage*>(rows[r]);
-        int64_t d = 0;
-        if (view.stride_d == 1) {
-          for (; d + 2 * N <= n; d += 2 * N) Pairs::narrow(V::load(from + d), V::load(from + d + N), dst + d);
-        }
-        for (; d < n; ++d) dst[d] = exact_bf16(from[d * view.stride_d]);
-        std::fill(dst + n, dst + depth(n), bf16{0});
-      }
-    });
+    for (int64_t r = 0; r < count; ++r) load_left(view, rows[r], n, 1.0f, dst + r * depth(n));
   }
 
   // Number d of a row of v.

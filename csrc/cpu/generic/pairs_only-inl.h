@@ -1,5 +1,5 @@
-// The algorithms over PairProducts, for an ISA that has instructions for bf16 on top of another one's (ATTN_EXT_BASE_ISA),
-// which serves all other dtypes. Include after vec.h and pairs.h.
+// The algorithms over PairProducts, for an ISA that has instructions for bf16 on top of avx512, which serves all other
+// dtypes. Include after vec.h and pairs.h, with ATTN_EXT_PAIR_TILE naming the file of the ISA's PairTile.
 #pragma once
 
 // clang-format off
@@ -12,6 +12,7 @@
 #include ATTN_EXT_PAIR_TILE
 #include "cpu/generic/pair_products-inl.h"
 #include "cpu/generic/forward-inl.h"
+#include "cpu/generic/forward_pairs-inl.h"
 #include "cpu/generic/backward-inl.h"
 #include "cpu/generic/weights-inl.h"
 // clang-format on
@@ -19,8 +20,10 @@
 namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
 
 void forward(const ForwardParams& p, const Parallel& parallel) {
-  // An int8 cache is quicker read by avx512: what its numbers take to become bf16 costs more than the products save.
-  const bool in_pairs = p.q.dtype == DType::bfloat16 && p.k.dtype == DType::bfloat16;
+  // Where few rows read an int8 cache, making bf16 of its numbers costs more than the products save.
+  constexpr int64_t kFewRows = 2 * Vec<float>::N;
+  const bool few_for_int8 = p.k.dtype == DType::int8 && p.Hq * p.Lq <= kFewRows * p.Hkv;
+  const bool in_pairs = p.q.dtype == DType::bfloat16 && !few_for_int8;
   in_pairs ? forward_of<PairProducts>(p, parallel) : avx512::forward(p, parallel);
 }
 
