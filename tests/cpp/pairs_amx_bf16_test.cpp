@@ -1,4 +1,4 @@
-// The same target region as in csrc/cpu/isa/amx_bf16/kernels.cpp.
+// The same target region as in csrc/cpu/isa/amx_bf16/kernels.cpp, and outside of it what every machine runs.
 #if defined(__x86_64__)
 
 #if defined(ATTN_EXT_EMULATE_AVX512)
@@ -21,6 +21,22 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
+namespace attn_ext::cpu::amx_bf16 {
+namespace {
+
+// A tile's depth: a chain of the even products and one of the odd ones, and the sum of both is added.
+template <class Left, class Right>
+float model_of_one_depth(Left left, Right right, float sum) {
+  float chains[2] = {0, 0};
+  for (int k = 0; k < amx::kTileDepth; ++k) {
+    chains[k % 2] = test::flushed_multiply_add(left(k), right(k), chains[k % 2]);
+  }
+  return test::flushed_multiply_add(1, sum, test::flushed_multiply_add(1, chains[0], chains[1]));
+}
+
+}  // namespace
+}  // namespace attn_ext::cpu::amx_bf16
+
 #if !defined(ATTN_EXT_EMULATE_AVX512)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
@@ -40,27 +56,55 @@
 #include "cpu/generic/pack-inl.h"
 #include "cpu/isa/amx_bf16/pair_tile.h"
 
-namespace attn_ext::cpu::amx_bf16 {
-namespace {
-
-// A tile's depth: a chain of the even products and one of the odd ones, and the sum of both is added.
-template <class Left, class Right>
-float model_of_one_depth(Left left, Right right, float sum) {
-  float chains[2] = {0, 0};
-  for (int k = 0; k < amx::kTileDepth; ++k) {
-    chains[k % 2] = test::flushed_multiply_add(left(k), right(k), chains[k % 2]);
-  }
-  return test::flushed_multiply_add(1, sum, test::flushed_multiply_add(1, chains[0], chains[1]));
-}
-
-}  // namespace
-}  // namespace attn_ext::cpu::amx_bf16
-
 #include "pairs_tests-inl.h"
 
 namespace attn_ext::cpu::amx_bf16 {
 namespace {
 
+// Keys in four tiles: what the forward pass uses beside PairTile::multiply.
+void check_four_tiles() {
+  constexpr int64_t rows = 4 * amx::kTileRows, columns = amx::kTileColumns, K = 2 * amx::kTileDepth;
+  Random random(5);
+  for (const Mood mood : kMoods) {
+    Block<bf16> a(rows * K), b(K * columns);
+    Block<float> c(rows * columns);
+    for (int64_t i = 0; i < a.count; ++i) a[i] = test::random_bf16(random, mood);
+    for (int64_t i = 0; i < b.count; ++i) b[i] = test::random_bf16(random, mood);
+    const auto* words = reinterpret_cast<const Word<bf16>*>(b.x);
+    const amx::Session session;
+    PairTile::Sums<4, 1> sums;
+    sums.begin<Start::zero>(c.x, columns);
+    for (int64_t k = 0; k < K; k += PairTile::kDepth) sums.add(a.x + k, K, words + k / 2 * columns, columns);
+    sums.end(c.x, columns);
+    for (int64_t m = 0; m < rows; ++m) {
+      for (int64_t n = 0; n < columns; ++n) {
+        float want = 0;
+        for (int64_t k = 0; k < K; k += PairTile::kDepth) {
+          want = model_of_one_depth([&](int i) { return to_float(a[m * K + k + i]); },
+                                    [&](int i) { return to_float(b[((k + i) / 2 * columns + n) * 2 + i % 2]); }, want);
+        }
+        const float got = c[m * columns + n];
+        CHECK(test::same_bits(got, want), "[%d][%d] is %a, not %a", int(m), int(n), double(got), double(want));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace attn_ext::cpu::amx_bf16
+
+#if !defined(ATTN_EXT_EMULATE_AVX512)
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+namespace attn_ext::cpu::amx_bf16 {
+namespace {
+
+// From here on for every machine: the emulation is plain C++.
 struct Tiles {
   bf16 a[amx::kTileRows][amx::kTileDepth];
   bf16 b[amx::kTileDepth / 2][amx::kTileColumns][2];
@@ -144,45 +188,8 @@ void check_instruction(bool hardware) {
   check_both(x, hardware);
 }
 
-// Keys in four tiles: what the forward pass uses beside PairTile::multiply.
-void check_four_tiles() {
-  constexpr int64_t rows = 4 * amx::kTileRows, columns = amx::kTileColumns, K = 2 * amx::kTileDepth;
-  Random random(5);
-  for (const Mood mood : kMoods) {
-    Block<bf16> a(rows * K), b(K * columns);
-    Block<float> c(rows * columns);
-    for (int64_t i = 0; i < a.count; ++i) a[i] = test::random_bf16(random, mood);
-    for (int64_t i = 0; i < b.count; ++i) b[i] = test::random_bf16(random, mood);
-    const auto* words = reinterpret_cast<const Word<bf16>*>(b.x);
-    const amx::Session session;
-    PairTile::Sums<4, 1> sums;
-    sums.begin<Start::zero>(c.x, columns);
-    for (int64_t k = 0; k < K; k += PairTile::kDepth) sums.add(a.x + k, K, words + k / 2 * columns, columns);
-    sums.end(c.x, columns);
-    for (int64_t m = 0; m < rows; ++m) {
-      for (int64_t n = 0; n < columns; ++n) {
-        float want = 0;
-        for (int64_t k = 0; k < K; k += PairTile::kDepth) {
-          want = model_of_one_depth([&](int i) { return to_float(a[m * K + k + i]); },
-                                    [&](int i) { return to_float(b[((k + i) / 2 * columns + n) * 2 + i % 2]); }, want);
-        }
-        const float got = c[m * columns + n];
-        CHECK(test::same_bits(got, want), "[%d][%d] is %a, not %a", int(m), int(n), double(got), double(want));
-      }
-    }
-  }
-}
-
 }  // namespace
 }  // namespace attn_ext::cpu::amx_bf16
-
-#if !defined(ATTN_EXT_EMULATE_AVX512)
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
 
 // The emulation everywhere; the instruction where the kernels use it.
 TEST(pairs, tiles) {

@@ -21,6 +21,18 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
+namespace attn_ext::cpu::avx512_bf16 {
+namespace {
+
+// A pair: the odd product first.
+template <class Left, class Right>
+float model_of_one_depth(Left left, Right right, float sum) {
+  return test::flushed_multiply_add(left(0), right(0), test::flushed_multiply_add(left(1), right(1), sum));
+}
+
+}  // namespace
+}  // namespace attn_ext::cpu::avx512_bf16
+
 #if !defined(ATTN_EXT_EMULATE_AVX512)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
@@ -40,23 +52,34 @@
 #include "cpu/generic/pack-inl.h"
 #include "cpu/isa/avx512_bf16/pair_tile.h"
 
-namespace attn_ext::cpu::avx512_bf16 {
-namespace {
-
-// A pair: the odd product first.
-template <class Left, class Right>
-float model_of_one_depth(Left left, Right right, float sum) {
-  return test::flushed_multiply_add(left(0), right(0), test::flushed_multiply_add(left(1), right(1), sum));
-}
-
-}  // namespace
-}  // namespace attn_ext::cpu::avx512_bf16
-
 #include "pairs_tests-inl.h"
 
 namespace attn_ext::cpu::avx512_bf16 {
 namespace {
 
+#if !defined(ATTN_EXT_EMULATE_AVX512)
+float dot_of_the_cpu(uint32_t a, uint32_t b, float c) {
+  const __m512bh left = (__m512bh)_mm512_set1_epi32(static_cast<int>(a)),
+                 right = (__m512bh)_mm512_set1_epi32(static_cast<int>(b));
+  return _mm512_cvtss_f32(_mm512_dpbf16_ps(_mm512_set1_ps(c), left, right));
+}
+#endif
+
+}  // namespace
+}  // namespace attn_ext::cpu::avx512_bf16
+
+#if !defined(ATTN_EXT_EMULATE_AVX512)
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+namespace attn_ext::cpu::avx512_bf16 {
+namespace {
+
+// From here on for every machine: the emulation is plain C++.
 struct Dot {
   uint32_t a, b;
   float c;
@@ -71,9 +94,7 @@ void check_dot(const Dot& x, [[maybe_unused]] bool hardware) {
         double(emulated), double(want));
 #if !defined(ATTN_EXT_EMULATE_AVX512)
   if (!hardware) return;
-  const __m512bh a = (__m512bh)_mm512_set1_epi32(static_cast<int>(x.a)),
-                 b = (__m512bh)_mm512_set1_epi32(static_cast<int>(x.b));
-  const float got = _mm512_cvtss_f32(_mm512_dpbf16_ps(_mm512_set1_ps(x.c), a, b));
+  const float got = dot_of_the_cpu(x.a, x.b, x.c);
   CHECK(test::same_bits(got, want), "%a + 0x%08x · 0x%08x is %a, not %a", double(x.c), x.a, x.b, double(got),
         double(want));
 #endif
@@ -102,14 +123,6 @@ void check_dots(bool hardware) {
 
 }  // namespace
 }  // namespace attn_ext::cpu::avx512_bf16
-
-#if !defined(ATTN_EXT_EMULATE_AVX512)
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
 
 // The emulation everywhere.
 TEST(pairs, dot) { attn_ext::cpu::avx512_bf16::check_dots(attn_ext::test::isa_runs("avx512_bf16")); }
