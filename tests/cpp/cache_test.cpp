@@ -271,14 +271,15 @@ TensorView numbers(std::vector<float>& x, int64_t heads, int64_t rows) {
 }
 
 TEST(cache, int8_holds_rounded_numbers_and_attends_to_those) {
-  for (const auto& [dtype, rows] : std::initializer_list<std::pair<DType, int64_t>>{{DType::float32, 1},
-                                                                                    {DType::float32, 20},
-                                                                                    {DType::float64, 1},
-                                                                                    {DType::float64, 20},
-                                                                                    {DType::bfloat16, 1},
-                                                                                    {DType::bfloat16, 8},
-                                                                                    {DType::bfloat16, 9},
-                                                                                    {DType::bfloat16, 20}}) {
+  struct Rows {
+    DType dtype;
+    int64_t count;
+  };
+  for (const Rows& of :
+       {Rows{DType::float32, 1}, Rows{DType::float32, 20}, Rows{DType::float64, 1}, Rows{DType::float64, 20},
+        Rows{DType::bfloat16, 1}, Rows{DType::bfloat16, 8}, Rows{DType::bfloat16, 9}, Rows{DType::bfloat16, 20}}) {
+    const DType dtype = of.dtype;
+    const int64_t rows = of.count;
     const bool is_double = dtype == DType::float64, is_bf16 = dtype == DType::bfloat16;
     Case c{.name = "int8",
            .dtype = dtype,
