@@ -35,6 +35,11 @@ def test_the_first_one_runs_where_nobody_asks_for_another() -> None:
     assert run("from attn_ext import backend; print(backend.active())") == by_default[0]
 
 
+needs_tiles = pytest.mark.skipif(
+    "amx_bf16" not in backend.available(),
+    reason="needs AMX: an Intel CPU since Sapphire Rapids, and Linux 5.16 or newer, which lets processes use its tiles",
+)
+
 # A signal stack of 4 KB is enough without tiles and too small with them; then Linux grants none.
 SMALL_SIGNAL_STACK = """
 import ctypes
@@ -48,7 +53,7 @@ assert libc.sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, SIZE)), 
 """
 
 
-@pytest.mark.skipif("amx_bf16" not in backend.available(), reason="needs tiles")
+@needs_tiles
 def test_tiles_that_linux_refuses_are_not_there_and_the_reason_is_given() -> None:
     program = """
 import sys
@@ -88,7 +93,7 @@ except ValueError as error:
     assert run(SMALL_SIGNAL_STACK.replace("SIZE", "65536") + refused) == backend.available()[0]
 
 
-@pytest.mark.skipif("amx_bf16" not in backend.available(), reason="needs tiles")
+@needs_tiles
 def test_who_forces_an_instruction_set_without_tiles_asks_linux_for_none() -> None:
     program = """
 import torch

@@ -49,13 +49,6 @@ def test_features_of_bf16_are_those_that_the_system_lists() -> None:
     assert ("amx_bf16" in features) == (tiles is not None and not refused)
 
 
-def test_tiles_do_several_times_the_work_of_multiply_adds() -> None:
-    tiles = _C.measure_bf16_peak(1, SECONDS, "amx_bf16")
-    if tiles is None:
-        pytest.skip("this process has no tiles")
-    assert tiles > 2 * _C.measure_fma_peak(1, SECONDS, "float32")  # 8 times, by the instructions' throughput
-
-
 def test_the_ceiling_of_bf16_is_the_best_of_what_can_compute_it() -> None:
     fp32 = {"fma_fp32": 100.0, "fma_fp64": 50.0}
     for name, peaks in {

@@ -1,11 +1,7 @@
 // The same target region as in csrc/cpu/isa/amx_bf16/kernels.cpp, and outside of it what every machine runs.
 #if defined(__x86_64__)
 
-#if defined(ATTN_EXT_EMULATE_AVX512)
-#include "cpu/isa/avx512/emulation.h"
-#else
-#include <immintrin.h>
-#endif
+#include "cpu/isa/avx512/intrinsics.h"
 
 #include <bit>
 #include <cstdlib>
@@ -37,15 +33,7 @@ float model_of_one_depth(Left left, Right right, float sum) {
 }  // namespace
 }  // namespace attn_ext::cpu::amx_bf16
 
-#if !defined(ATTN_EXT_EMULATE_AVX512)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
-#endif
-#endif
+#include "cpu/isa/avx512_bf16/region_begin.h"
 
 #define ATTN_EXT_ISA_NAMESPACE amx_bf16
 #include "cpu/isa/avx512/vec.h"
@@ -93,13 +81,7 @@ void check_four_tiles() {
 }  // namespace
 }  // namespace attn_ext::cpu::amx_bf16
 
-#if !defined(ATTN_EXT_EMULATE_AVX512)
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
+#include "cpu/isa/avx512/region_end.h"
 
 namespace attn_ext::cpu::amx_bf16 {
 namespace {

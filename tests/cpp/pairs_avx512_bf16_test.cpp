@@ -1,11 +1,7 @@
 // The same target region as in csrc/cpu/isa/avx512_bf16/kernels.cpp.
 #if defined(__x86_64__)
 
-#if defined(ATTN_EXT_EMULATE_AVX512)
-#include "cpu/isa/avx512/emulation.h"
-#else
-#include <immintrin.h>
-#endif
+#include "cpu/isa/avx512/intrinsics.h"
 
 #include <bit>
 #include <cstdlib>
@@ -33,15 +29,7 @@ float model_of_one_depth(Left left, Right right, float sum) {
 }  // namespace
 }  // namespace attn_ext::cpu::avx512_bf16
 
-#if !defined(ATTN_EXT_EMULATE_AVX512)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
-#endif
-#endif
+#include "cpu/isa/avx512_bf16/region_begin.h"
 
 #define ATTN_EXT_ISA_NAMESPACE avx512_bf16
 #include "cpu/isa/avx512/vec.h"
@@ -68,13 +56,7 @@ float dot_of_the_cpu(uint32_t a, uint32_t b, float c) {
 }  // namespace
 }  // namespace attn_ext::cpu::avx512_bf16
 
-#if !defined(ATTN_EXT_EMULATE_AVX512)
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
+#include "cpu/isa/avx512/region_end.h"
 
 namespace attn_ext::cpu::avx512_bf16 {
 namespace {

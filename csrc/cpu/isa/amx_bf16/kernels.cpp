@@ -1,24 +1,12 @@
 // AMX (tiles, bf16) on top of what isa/avx512 asks for: bf16 calls only. All others are those of avx512.
 #if defined(__x86_64__)
 
-#if defined(ATTN_EXT_EMULATE_AVX512)
-#include "cpu/isa/avx512/emulation.h"
-#else
-#include <immintrin.h>
-#endif
+#include "cpu/isa/avx512/intrinsics.h"
 
 #include "cpu/generic/std_headers.h"
 #include "cpu/isa/amx_bf16/tiles.h"
 
-#if !defined(ATTN_EXT_EMULATE_AVX512)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
-#endif
-#endif
+#include "cpu/isa/avx512_bf16/region_begin.h"
 
 #define ATTN_EXT_ISA_NAMESPACE amx_bf16
 #include "cpu/isa/avx512/vec.h"
@@ -27,12 +15,6 @@
 #define ATTN_EXT_PAIR_TILE "cpu/isa/amx_bf16/pair_tile.h"
 #include "cpu/generic/pairs_only-inl.h"
 
-#if !defined(ATTN_EXT_EMULATE_AVX512)
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
+#include "cpu/isa/avx512/region_end.h"
 
 #endif  // x86-64
