@@ -4,6 +4,7 @@
 // clang-format off
 #include "cpu/generic/math-inl.h"
 #include "cpu/generic/gemm-inl.h"
+#include "cpu/generic/requests-inl.h"
 #include "cpu/generic/pack-inl.h"
 #include "cpu/generic/scores-inl.h"
 #include "cpu/generic/direct-inl.h"

@@ -33,12 +33,15 @@ inline bool direct_keys_layout(const TensorView& view, int64_t D) {
 }
 
 // scores = q · kᵀ for MR rows and NV vectors of keys.
-template <class T, int MR, int NV, class Storage, class... Asked>
-inline void direct_keys_tile(int64_t D, const T* q, const char* const* k_rows, T* scores, int64_t ld, Asked... ahead) {
+template <class T, int MR, int NV, class Storage>
+inline void direct_keys_tile(int64_t D, const T* q, const char* const* k_rows, T* scores, int64_t ld,
+                             Requests& requests) {
   using V = Vec<T>;
   using B = Packed<T, Storage>;
   constexpr int N = V::N, turn = kTurn<T, Storage>;
   V acc[MR][NV];
+  constexpr int kTurnBytes = N * turn * static_cast<int>(sizeof(Storage));
+  const auto ahead = requests.beside<kTurnBytes>(D / turn * NV);
   int64_t turns = 0;
   // Inlined, or the sums would be stored with every multiply-add: a lambda of its own reaches them through memory.
   const auto step = [&]<bool first>(int64_t d) __attribute__((always_inline)) {
@@ -50,8 +53,7 @@ inline void direct_keys_tile(int64_t D, const T* q, const char* const* k_rows, T
       for (int r = 0; r < N; ++r) from[r] = reinterpret_cast<const Storage*>(k_rows[n * N + r]);
       V turned[N];
       load_turned<T, Storage>(from, d, turned);
-      (ahead.template ask<N * turn* static_cast<int>(sizeof(Storage))>(turns), ...);
-      ++turns;
+      ahead.ask(turns++);
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) turned[i].store(words[i][n]);
     }
@@ -80,27 +82,19 @@ inline void direct_keys_tile(int64_t D, const T* q, const char* const* k_rows, T
 // that are not there.
 template <class T>
 inline void direct_keys(DType dtype, int64_t rows, int64_t D, const T* q, const char* const* k_rows, int64_t from,
-                        int64_t to, T* scores, int64_t ld) {
+                        int64_t to, T* scores, int64_t ld, Requests& requests) {
   with_cache_storage(dtype, [&]<class Storage>(Storage*) {
     if constexpr (kVectorLoads<T, Storage>) {
       with_row_count<T, kDirectKeyRows>(rows, [&](auto count) {
         constexpr int N = Vec<T>::N, MR = decltype(count)::value, NV = kDirectKeyVecs<MR, Packed<T, Storage>>;
-        constexpr int64_t size = sizeof(Storage);
         int64_t j = from;
         for (; j + NV * N <= to; j += NV * N) {
-          // Asked for in the order of memory, where rows lie end to end.
-          if (k_rows[j + 1] - k_rows[j] == D * size) {
-            const char* next = k_rows[j + std::max<int64_t>(kPrefetchKeys, NV * N)];
-            direct_keys_tile<T, MR, NV, Storage>(D, q, k_rows + j, scores + j, ld,
-                                                 Ahead{next, N * kTurn<T, Storage> * size});
-          } else {
-            direct_keys_tile<T, MR, NV, Storage>(D, q, k_rows + j, scores + j, ld);
-          }
+          direct_keys_tile<T, MR, NV, Storage>(D, q, k_rows + j, scores + j, ld, requests);
         }
         for (; j < to; j += N) {
           const char* some[N];
           for (int r = 0; r < N; ++r) some[r] = k_rows[std::min(j + r, to - 1)];
-          direct_keys_tile<T, MR, 1, Storage>(D, q, some, scores + j, ld);
+          direct_keys_tile<T, MR, 1, Storage>(D, q, some, scores + j, ld, requests);
         }
       });
     }
@@ -113,44 +107,56 @@ inline constexpr int kDirectVecs = MR == 1   ? 8
                                    : MR == 2 ? 4
                                              : kTileVecs;
 
-// acc += weights · v for MR rows and K evenly spaced keys, from one column on; NV vectors at a time, then fewer.
+// Some rows of v, evenly spaced, that stay in L1 while strips of rows pass by.
+template <class Storage>
+struct SomeValues {
+  const Storage* first;
+  int64_t stride;
+  int64_t count;
+  int64_t strips;  // share the asking for what comes next
+};
+
+// acc += weights · v for MR rows, from one column on; NV vectors at a time, then fewer.
 template <class T, int MR, int NV, class Storage>
-inline void direct_columns(int64_t column, int64_t Dv, int64_t K, const T* weights, int64_t ld, const Storage* v,
-                           int64_t stride, const Storage* ahead, T* acc) {
-  constexpr int64_t size = sizeof(Storage);
-  for (; column + NV * Vec<T>::N <= Dv; column += NV * Vec<T>::N) {
-    // In the order of memory where rows lie end to end: that is what memory is quick at.
-    Ahead asked{reinterpret_cast<const char*>(ahead + column), stride * size};
-    if (stride == Dv) asked = {reinterpret_cast<const char*>(ahead + column * K), NV * Vec<T>::N * size};
-    tile<T, MR, NV, Start::from_c, Along::k>(K, weights, ld, v + column, stride, acc + column, Dv, asked);
+inline void direct_columns(int64_t column, int64_t Dv, const T* weights, int64_t ld, const SomeValues<Storage>& v,
+                           T* acc, int64_t acc_stride, Requests& requests) {
+  constexpr int kWidth = NV * Vec<T>::N, kBytes = kWidth * static_cast<int>(sizeof(Storage));
+  for (; column + kWidth <= Dv; column += kWidth) {
+    tile<T, MR, NV, Start::from_c, Along::k>(v.count, weights, ld, v.first + column, v.stride, acc + column, acc_stride,
+                                             requests.beside<kBytes>(v.count, v.strips));
   }
   if constexpr (NV > 1) {
-    if (column < Dv) direct_columns<T, MR, NV / 2>(column, Dv, K, weights, ld, v, stride, ahead, acc);
+    if (column < Dv) direct_columns<T, MR, NV / 2>(column, Dv, weights, ld, v, acc, acc_stride, requests);
   }
 }
 
-// acc += weights · v for a strip of rows and keys [from, to). A few keys at a time, so that v is read in order.
-template <class T>
-inline void direct_values(DType dtype, int64_t rows, int64_t Dv, const T* weights, int64_t ld,
-                          const char* const* v_rows, int64_t from, int64_t to, T* acc) {
+// acc += weights · v for one strip of rows.
+template <class T, class Storage>
+inline void direct_values(int64_t rows, int64_t Dv, const T* weights, int64_t ld, const SomeValues<Storage>& v, T* acc,
+                          Requests& requests) {
+  with_row_count<T>(rows, [&](auto count) {
+    constexpr int MR = decltype(count)::value;
+    direct_columns<T, MR, kDirectVecs<MR>>(0, Dv, weights, ld, v, acc, Dv, requests);
+  });
+}
+
+// Calls f(SomeValues, j) for v's rows [from, to), j the first of those it gets: a few keys at a time, so that v is read in
+// order, and as many as lie evenly spaced.
+template <class T, class F>
+inline void for_some_values(DType dtype, const char* const* v_rows, int64_t from, int64_t to, int64_t strips, F&& f) {
   constexpr int64_t kChunk = 32;  // 16 KB of fp32 at Dv = 128: stays in L1 while the columns pass by
   with_cache_storage(dtype, [&]<class Storage>(Storage*) {
     if constexpr (kVectorLoads<T, Storage>) {
-      with_row_count<T>(rows, [&](auto count) {
-        constexpr int MR = decltype(count)::value;
-        for (int64_t j = from; j < to;) {
-          // As many keys as lie evenly spaced.
-          const int64_t most = std::min(to, j + kChunk), stride = v_rows[j + 1] - v_rows[j];
-          int64_t end = j + 1;
-          for (; end < most && v_rows[end] - v_rows[end - 1] == stride; ++end)
-            ;
-          direct_columns<T, MR, kDirectVecs<MR>>(0, Dv, end - j, weights + j, ld,
-                                                 reinterpret_cast<const Storage*>(v_rows[j]),
-                                                 stride / static_cast<int64_t>(sizeof(Storage)),
-                                                 reinterpret_cast<const Storage*>(v_rows[j + kPrefetchKeys]), acc);
-          j = end;
-        }
-      });
+      for (int64_t j = from; j < to;) {
+        const int64_t most = std::min(to, j + kChunk), stride = v_rows[j + 1] - v_rows[j];
+        int64_t end = j + 1;
+        for (; end < most && v_rows[end] - v_rows[end - 1] == stride; ++end)
+          ;
+        f(SomeValues<Storage>{reinterpret_cast<const Storage*>(v_rows[j]),
+                              stride / static_cast<int64_t>(sizeof(Storage)), end - j, strips},
+          j);
+        j = end;
+      }
     }
   });
 }

@@ -16,8 +16,9 @@
 // 96 × 256 scores are 96 KB: with packed k, v and the rows of q and acc everything stays inside 512 KB of L2.
 //
 // Where a task has few rows (a token or two against a cache) each panel of k is used as soon as it is packed, or k and v
-// are read as they lie (direct-inl.h): the block never goes through L2, and the memory sets the speed. Rows of keys and
-// values are looked up one by one in either case, so that they may lie anywhere in a cache.
+// are read as they lie (direct-inl.h): the block never goes through L2. There the memory sets the speed, and what comes next
+// is asked for on the way (requests-inl.h). Rows of keys and values are looked up one by one in either case, so that they
+// may lie anywhere in a cache.
 //
 // Rows of all query heads that share a key/value head are stacked: row r is head r / Lq, query r % Lq.
 //
@@ -61,7 +62,8 @@ class ForwardWorker {
         by_panel_(direct_keys_ || (!kTilesRunBeside && plan.rows_per_task <= kRowBlock)),
         direct_(reads_values_as_they_lie(p, plan.rows_per_task)),
         packs_values_first_(Products::kPairs ? !by_panel_ : !direct_),
-        scratch_(layout(nullptr)) {
+        scratch_(layout(nullptr)),
+        requests_(plan.rows_per_task, row_bytes(p.k, p.D), row_bytes(p.v, p.Dv), scratch_.data()) {
     layout(scratch_.data());
   }
 
@@ -95,6 +97,7 @@ class ForwardWorker {
   // The same rows, one segment of keys, into `partial`.
   void compute_partial(int64_t b, int64_t hkv, int64_t row_begin, int64_t row_end, int64_t segment, Partial partial) {
     if (!begin_rows(b, hkv, row_begin, row_end)) return;
+    keys_end_ = std::min(key_hi_, (segment + 1) * kSegment);
     clear(partial);
     compute_segment(segment, partial);
   }
@@ -114,7 +117,9 @@ class ForwardWorker {
   }
 
   static bool reads_values_as_they_lie(const ForwardParams& p, int64_t rows) {
-    return !Products::kPairs && rows <= kTileRows<T> && direct_layout<T>(p.v, p.Dv);
+    // More strips than one where nothing need be converted: that would be done again for each of them.
+    const int64_t most = size_of(p.v.dtype) == sizeof(T) ? kRowBlock : kTileRows<T>;
+    return !Products::kPairs && rows <= most && direct_layout<T>(p.v, p.Dv);
   }
 
   size_t layout(char* base) {
@@ -127,8 +132,10 @@ class ForwardWorker {
     scores_stride_ = Products::kPairs ? keys + N : keys;
     row_ = carve.take<ScoreRow>(rows);
     q_ = carve.take<Left>(rows * Products::depth(p_.D));
-    k_rows_ = carve.take<const char*>(keys + kPanelKeys + kPrefetchKeys);
-    v_rows_ = carve.take<const char*>(keys + kPanelKeys + kPrefetchKeys);
+    k_rows_ = carve.take<const char*>(keys + kPanelKeys);
+    v_rows_ = carve.take<const char*>(keys + kPanelKeys);
+    next_k_rows_ = carve.take<const char*>(by_panel_ ? keys + kPanelKeys : 0);
+    next_v_rows_ = carve.take<const char*>(by_panel_ ? keys + kPanelKeys : 0);
     k_ = carve.take<Right>(direct_keys_ ? 0 : (by_panel_ ? 1 : ceil_div(keys, kPanelKeys)) * panel_size);
     v_ = carve.take<Right>(direct_ ? 0 : Products::right_rows(keys) * (packs_values_first_ ? padded_dv_ : kPanel<T>));
     if constexpr (Products::kPairs) {
@@ -175,9 +182,10 @@ class ForwardWorker {
       }
     }
     if (key_lo_ >= key_hi_) key_lo_ = key_hi_ = 0;
+    keys_end_ = key_hi_;
+    next_start_ = -1;
     if constexpr (Products::kPairs) {
       if (direct_keys_) turn_queries();
-      next_keys_asked_ = false;
     }
     return true;
   }
@@ -208,13 +216,7 @@ class ForwardWorker {
   void load_block(int64_t start, int64_t end) {
     block_start_ = start;
     block_keys_ = end - start;
-    find_rows(p_.k, k_rows_);
-    if (p_.Dv > 0) find_rows(p_.v, v_rows_);
-    if (!Products::kPairs && by_panel_ && p_.Dv > 0) {
-      // What is asked for at the end of k is the beginning of v, and there the next block's k.
-      std::swap_ranges(k_rows_ + block_keys_, k_rows_ + block_keys_ + kPrefetchKeys, v_rows_ + block_keys_);
-      std::copy(v_rows_, v_rows_ + std::min(kPrefetchKeys, block_keys_), k_rows_ + block_keys_);
-    }
+    find_rows_of_block(start, end);
     values_finite_ = true;
     if (!by_panel_) Products::pack_keys(p_.k, k_rows_, block_keys_, p_.D, k_);
     if (packs_values_first_ && p_.Dv > 0) {
@@ -231,14 +233,45 @@ class ForwardWorker {
 
   // Where each key's row lies. Keys that no row of this task may see are not touched: they may have been overwritten in
   // a ring, or lie in a page that was given back. A row that is seen stands in for them.
-  void find_rows(const TensorView& view, const char** rows) const {
-    const int64_t first = std::max(block_start_, key_lo_);
-    const int64_t wanted = round_up_to(block_keys_, N) + kPrefetchKeys;
-    const int64_t last = std::min(block_start_ + wanted, key_hi_);
-    cache_rows(p_.layout, view, p_.batch_inner, sequence_.b, hkv_, sequence_.k_row + first, sequence_.k_row + last,
-               rows + (first - block_start_));
-    std::fill(rows, rows + (first - block_start_), rows[first - block_start_]);
-    std::fill(rows + (last - block_start_), rows + wanted, rows[last - block_start_ - 1]);
+  void find_rows(const TensorView& view, int64_t start, int64_t end, const char** rows) const {
+    const int64_t first = std::max(start, key_lo_);
+    cache_rows(p_.layout, view, p_.batch_inner, sequence_.b, hkv_, sequence_.k_row + first, sequence_.k_row + end,
+               rows + (first - start));
+    std::fill(rows, rows + (first - start), rows[first - start]);
+    std::fill(rows + (end - start), rows + round_up_to(end - start + 1, N), rows[end - start - 1]);
+  }
+
+  // Those of k and v for keys [start, end); where memory sets the speed, those of the next block as well, so that they can
+  // be asked for.
+  void find_rows_of_block(int64_t start, int64_t end) {
+    const auto find = [&](int64_t from, int64_t to, const char** k, const char** v) {
+      find_rows(p_.k, from, to, k);
+      if (p_.Dv > 0) find_rows(p_.v, from, to, v);
+    };
+    const auto announced = [&](const TensorView& view, int64_t width, int64_t count, const char** rows) {
+      return BlockRows{rows, count, row_bytes(view, width)};
+    };
+    if (!by_panel_) return find(start, end, k_rows_, v_rows_);
+    if (start == next_start_) {
+      std::swap(k_rows_, next_k_rows_);
+      std::swap(v_rows_, next_v_rows_);
+      requests_.advance();
+    } else {
+      find(start, end, k_rows_, v_rows_);
+      requests_.begin(announced(p_.k, p_.D, end - start, k_rows_), announced(p_.v, p_.Dv, end - start, v_rows_),
+                      end >= keys_end_);
+    }
+    if (end >= keys_end_) return;
+    next_start_ = end;
+    const int64_t next_end = std::min(end + kKeyBlock, keys_end_);
+    find(end, next_end, next_k_rows_, next_v_rows_);
+    requests_.announce(announced(p_.k, p_.D, next_end - end, next_k_rows_),
+                       announced(p_.v, p_.Dv, next_end - end, next_v_rows_));
+  }
+
+  // Of a row in memory; 0 where it is no stretch of it.
+  static int64_t row_bytes(const TensorView& view, int64_t width) {
+    return view.stride_d == 1 || width == 1 ? width * size_of(view.dtype) : 0;
   }
 
   void load_scales() {
@@ -317,7 +350,7 @@ class ForwardWorker {
       }
     } else {
       direct_keys<T>(p_.k.dtype, rows, p_.D, q_ + row_begin * p_.D, k_rows_, first * kPanelKeys,
-                     std::min(last * kPanelKeys, block_keys_), scores_, ld);
+                     std::min(last * kPanelKeys, block_keys_), scores_, ld, requests_);
     }
 
     // 2. and 3. row by row
@@ -355,8 +388,7 @@ class ForwardWorker {
     } else if (exclude_hidden) {
       accumulate_visible(strips, t);
     } else if (direct_) {
-      direct_values<T>(p_.v.dtype, rows_, p_.Dv, scores_, ld, v_rows_, first * kPanelKeys,
-                       std::min(last * kPanelKeys, block_keys_), t.acc);
+      multiply_values_as_they_lie(strips, first * kPanelKeys, std::min(last * kPanelKeys, block_keys_), t);
     } else {
       multiply_values(strips, t);
     }
@@ -365,34 +397,23 @@ class ForwardWorker {
   // s = q · kᵀ, panel by panel.
   void multiply_packed_keys(Strips strips, int64_t first_panel, int64_t last_panel) {
     const int64_t depth = Products::depth(p_.D), panel_size = Products::right_rows(p_.D) * kPanelKeys;
-    const int64_t ld = scores_stride_, size = size_of(p_.k.dtype), half = kPanelKeys / 2 * p_.D * size;
+    const int64_t ld = scores_stride_, count = static_cast<int64_t>(strips.size());
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       const int vecs = padded_keys(panel + 1) - panel * kPanelKeys > N ? kTileVecs : 1;
       const Right* k = k_ + (by_panel_ ? 0 : panel * panel_size);
-      // The panel that comes next but one, where its rows lie end to end: one half is asked for while this one is
-      // packed, the other while it is multiplied with the first strip of rows.
-      const char* const* rows_of_k = k_rows_ + panel * kPanelKeys;
-      const bool ask = by_panel_ && rows_of_k[1] - rows_of_k[0] == p_.D * size;
-      const char* next = rows_of_k[kPrefetchKeys];
-      if (by_panel_) {
-        const int64_t count = std::min(kPanelKeys, block_keys_ - panel * kPanelKeys);
-        if (ask) {
-          Products::pack_keys(p_.k, rows_of_k, count, p_.D, k_, Ahead{next, 2 * static_cast<int64_t>(kCacheLine)});
-        } else {
-          Products::pack_keys(p_.k, rows_of_k, count, p_.D, k_);
-        }
-      }
-      bool asked = false;
+      const int64_t keys = std::min(kPanelKeys, block_keys_ - panel * kPanelKeys);
+      if (by_panel_) Products::pack_keys(p_.k, k_rows_ + panel * kPanelKeys, keys, p_.D, k_);
       for (const Strip& strip : strips) {
         if (panel < strip.panel_begin || panel >= strip.panel_end) continue;
-        const Left* q = q_ + strip.row_begin * depth;
-        T* x = scores_ + (strip.row_begin - strips[0].row_begin) * ld + panel * kPanelKeys;
-        if (ask && !asked) {
-          Products::template multiply<Start::zero>(strip.rows(), vecs, depth, q, depth, k, vecs * N, x, ld,
-                                                   Ahead{next + half, kPanelKeys / 2 * size});
-          asked = true;
+        const auto multiply_strip = [&](auto... ahead) {
+          Products::template multiply<Start::zero>(
+              strip.rows(), vecs, depth, q_ + strip.row_begin * depth, depth, k, vecs * N,
+              scores_ + (strip.row_begin - strips[0].row_begin) * ld + panel * kPanelKeys, ld, ahead...);
+        };
+        if (by_panel_) {
+          multiply_strip(requests_.beside<kPanelKeys * sizeof(Right)>(Products::right_rows(p_.D), count));
         } else {
-          Products::template multiply<Start::zero>(strip.rows(), vecs, depth, q, depth, k, vecs * N, x, ld);
+          multiply_strip();
         }
       }
     }
@@ -418,18 +439,27 @@ class ForwardWorker {
     return v_ + (packs_values_first_ ? column * Products::right_rows(keys_capacity_) : 0);
   }
 
+  // acc += weights · v for keys [from, to) of the block, v as it lies.
+  void multiply_values_as_they_lie(Strips strips, int64_t from, int64_t to, Partial t) {
+    const int64_t ld = scores_stride_, first_row = strips[0].row_begin;
+    for_some_values<T>(p_.v.dtype, v_rows_, from, to, static_cast<int64_t>(strips.size()), [&](auto v, int64_t j) {
+      for (const Strip& strip : strips) {
+        auto seen = v;
+        const int64_t begin = std::max(j, strip.panel_begin * kPanelKeys);
+        seen.count = std::min(j + v.count, strip.panel_end * kPanelKeys) - begin;
+        if (seen.count <= 0) continue;
+        seen.first += (begin - j) * v.stride;
+        direct_values<T>(strip.rows(), p_.Dv, scores_ + (strip.row_begin - first_row) * ld + begin, ld, seen,
+                         t.acc + strip.row_begin * padded_dv_, requests_);
+      }
+    });
+  }
+
   void multiply_values(Strips strips, Partial t) {
-    const int64_t ld = scores_stride_;
-    // Where memory sets the speed, and rows lie end to end: the next block's values, whose turn comes first there. Every
-    // panel of columns asks for its share of them, a step of keys at a time.
-    const int64_t row_bytes = p_.Dv * size_of(p_.v.dtype);
-    const bool ask = by_panel_ && block_keys_ > 1 && block_start_ + block_keys_ < key_hi_ &&
-                     v_rows_[block_keys_ - 1] - v_rows_[0] == (block_keys_ - 1) * row_bytes;
-    const char* next = v_rows_[0] + block_keys_ * row_bytes;
+    const int64_t ld = scores_stride_, count = static_cast<int64_t>(strips.size());
     for (int64_t column = 0; column < padded_dv_; column += kPanel<T>) {
       const int vecs = padded_dv_ - column > N ? kTileVecs : 1;
       const T* v = v_ + column * keys_capacity_;
-      bool asked = false;
       for (const Strip& strip : strips) {
         const int64_t from = strip.panel_begin * kPanelKeys;
         const int64_t to = std::min(strip.panel_end * kPanelKeys, block_keys_);
@@ -439,10 +469,8 @@ class ForwardWorker {
               strip.rows(), vecs, to - from, scores_ + (strip.row_begin - strips[0].row_begin) * ld + from, ld,
               v + from * vecs * N, vecs * N, t.acc + strip.row_begin * padded_dv_ + column, padded_dv_, ahead...);
         };
-        if (ask && !asked) {
-          const int64_t size = size_of(p_.v.dtype);
-          multiply_strip(Ahead{next + column * size * block_keys_, vecs * N * size});
-          asked = true;
+        if (by_panel_) {
+          multiply_strip(requests_.beside<kPanel<T> * sizeof(T)>(to - from, count));
         } else {
           multiply_strip();
         }
@@ -490,6 +518,13 @@ class ForwardWorker {
         }
         if (j < to) Products::narrow(weight_of(j), V::zero(), narrowed + j);
         j = to;
+      }
+    }
+    if (by_panel_ && j < to) {
+      const auto ahead = requests_.template beside_softmax<N>((to - from) / N);
+      for (int64_t step = 0; j < to; j += N, ++step) {
+        weight_of(j).store(x + j);
+        ahead.ask(step);
       }
     }
     for (; j < to; j += N) weight_of(j).store(x + j);
@@ -615,9 +650,11 @@ class ForwardWorker {
   ScoreRow* row_ = nullptr;  // [rows]
   Left* q_ = nullptr;        // [rows][D]
   const char** k_rows_ = nullptr;
-  const char** v_rows_ = nullptr;  // [keys] the block's rows as they lie
-  Right* k_ = nullptr;             // panels of kPanelKeys keys: [panel][D][keys]
-  Right* v_ = nullptr;             // panels of kPanel columns: [panel][keys][columns]
+  const char** v_rows_ = nullptr;       // [keys] the block's rows as they lie
+  const char** next_k_rows_ = nullptr;  // those of the block that starts at next_start_
+  const char** next_v_rows_ = nullptr;
+  Right* k_ = nullptr;  // panels of kPanelKeys keys: [panel][D][keys]
+  Right* v_ = nullptr;  // panels of kPanel columns: [panel][keys][columns]
   T* k_scales_ = nullptr;
   T* v_scales_ = nullptr;  // [keys]
   T* scores_ = nullptr;    // [kRowBlock][scores_stride_]
@@ -627,21 +664,23 @@ class ForwardWorker {
   uint8_t* hidden_ = nullptr;  // [kRowBlock][keys]
   // Of products of pairs only: the weights, rounded; and where k is read as it lies, q turned, keys that do not lie
   // evenly, and the scores before they are turned.
-  Left* weights_ = nullptr;       // [kRowBlock][weights_stride()]
-  Right* turned_q_ = nullptr;     // [D][kPanelKeys]
-  Left* some_keys_ = nullptr;     // [kDirectKeys][D]
-  T* turned_scores_ = nullptr;    // [kDirectKeys][N], or half the keys and twice the rows
-  bool next_keys_asked_ = false;  // the block's k was asked for while the block before was worked on
+  Left* weights_ = nullptr;     // [kRowBlock][weights_stride()]
+  Right* turned_q_ = nullptr;   // [D][kPanelKeys]
+  Left* some_keys_ = nullptr;   // [kDirectKeys][D]
+  T* turned_scores_ = nullptr;  // [kDirectKeys][N], or half the keys and twice the rows
 
   Scratch scratch_;
+  Requests requests_;
   [[no_unique_address]] typename Products::Session session_;
 
   // The rows being worked on.
   Sequence sequence_;
   int64_t hkv_ = 0, rows_ = 0;
   int64_t key_lo_ = 0, key_hi_ = 0;  // keys that any of them may see
+  int64_t keys_end_ = 0;             // those of this task end here
   // The packed block.
   int64_t block_start_ = 0, block_keys_ = 0;
+  int64_t next_start_ = -1;
   bool values_finite_ = true;
 };
 

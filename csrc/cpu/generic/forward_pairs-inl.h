@@ -117,9 +117,8 @@ template <class Products>
 template <class Sums, int tiles>
 void ForwardWorker<Products>::multiply_keys_as_they_lie(int64_t rows, int64_t from, int64_t to) {
   constexpr int64_t kKeys = tiles * N, kTurnedStride = kDirectKeys / tiles;
-  const int64_t depth = Products::depth(p_.D), row_bytes = p_.D * size_of(p_.k.dtype);
+  const int64_t depth = Products::depth(p_.D);
   const bool whole = p_.k.stride_d == 1 && p_.D == depth;
-  const bool end_to_end = k_rows_[block_keys_ - 1] - k_rows_[0] == (block_keys_ - 1) * row_bytes;
   for (int64_t j = from; j < to; j += kKeys) {
     const int64_t count = std::min(kKeys, to - j);
     const Left* keys = some_keys_;
@@ -131,21 +130,12 @@ void ForwardWorker<Products>::multiply_keys_as_they_lie(int64_t rows, int64_t fr
     } else {
       Products::load_keys(p_.k, k_rows_ + j, count, p_.D, some_keys_);
     }
-    // On the way: the values of the same keys, whose turn comes next, and the keys that follow where nobody has asked for
-    // them. As many bytes as k has.
-    const char* values = p_.Dv > 0 ? v_rows_[j] : k_rows_[j];
-    const char* more = k_rows_[std::min(j + kKeys, block_keys_)];
-    const bool ask_more = end_to_end && !next_keys_asked_;
+    const auto ahead = requests_.template beside<Sums::kAsked>(tiles * (depth / Products::kDepth));
     Sums sums;
     sums.template begin<Start::zero>(turned_scores_, kTurnedStride);
-    for (int64_t d = 0; d < depth;
-         d += Products::kDepth, values += tiles * Sums::kAsked, more += tiles * Sums::kAsked) {
-      const Right* q = turned_q_ + d / 2 * kTurnedStride;
-      if (ask_more) {
-        sums.add(keys + d, stride, q, kTurnedStride, Ahead{values, Sums::kAsked}, Ahead{more, Sums::kAsked});
-      } else {
-        sums.add(keys + d, stride, q, kTurnedStride, Ahead{values, Sums::kAsked});
-      }
+    for (int64_t d = 0; d < depth; d += Products::kDepth) {
+      sums.add(keys + d, stride, turned_q_ + d / 2 * kTurnedStride, kTurnedStride,
+               ahead.from(d / Products::kDepth * tiles));
     }
     sums.end(turned_scores_, kTurnedStride);
     for (int64_t n = 0; n < count; n += N) {
@@ -217,29 +207,18 @@ template <class Products>
 void ForwardWorker<Products>::multiply_values_while_packing(const Strip& strip, bool exclude_hidden, Partial t) {
   if constexpr (Products::kKeysAsTheyLie) {
     constexpr int64_t kKeys = Products::kDepth;
-    const int64_t ld = weights_stride(), k_bytes = p_.D * size_of(p_.k.dtype);
+    const int64_t ld = weights_stride();
     const int64_t from = strip.panel_begin * kPanelKeys, to = std::min(strip.panel_end * kPanelKeys, block_keys_);
-    // The next block's keys, whose turn comes next, where they lie end to end: every panel of columns asks for its share.
-    const bool ask = to - from == kKeyBlock && block_start_ + kKeyBlock < key_hi_ &&
-                     k_rows_[block_keys_ - 1] - k_rows_[0] == (block_keys_ - 1) * k_bytes;
-    const int64_t lines = ceil_div(kKeyBlock * k_bytes, ceil_div(p_.Dv, kPanel<T>) * static_cast<int64_t>(kCacheLine));
-    const char* next = k_rows_[0] + kKeyBlock * k_bytes;
-    next_keys_asked_ = ask;
-    for (int64_t column = 0; column < p_.Dv; column += kPanel<T>, next += lines * static_cast<int64_t>(kCacheLine)) {
+    for (int64_t column = 0; column < p_.Dv; column += kPanel<T>) {
       const int vecs = padded_dv_ - column > N ? kTileVecs : 1, width = vecs * N;
+      const auto ahead = requests_.template beside<kPanel<T> * sizeof(Right)>(ceil_div(to - from, 2));
       T* acc = t.acc + strip.row_begin * padded_dv_ + column;
       Products::Tile::with_sums(strip.rows(), vecs, [&](auto sums) {
         sums.template begin<Start::from_c>(acc, padded_dv_);
         const auto panel = [&](int64_t j) { return v_ + j / kKeys % 2 * (kKeys / 2 * kPanel<T>); };
-        const Ahead keys{next, kKeys / 2 * 2 * static_cast<int64_t>(kCacheLine)};
         for (int64_t j = from; j < to; j += kKeys) {
           const int64_t count = std::min(kKeys, to - j);
-          if (ask) {
-            Products::pack_values(p_.v, v_rows_ + j, count, p_.Dv, column, panel(j),
-                                  Ahead{keys.start + j / kKeys * keys.step, 2 * static_cast<int64_t>(kCacheLine)});
-          } else {
-            Products::pack_values(p_.v, v_rows_ + j, count, p_.Dv, column, panel(j));
-          }
+          Products::pack_values(p_.v, v_rows_ + j, count, p_.Dv, column, panel(j), ahead.from((j - from) / 2));
           if (exclude_hidden) Products::drop_specials(panel(j), kKeys / 2 * width);
           if (j > from) sums.add(weights_ + j - kKeys, ld, panel(j - kKeys), width);
         }

@@ -98,7 +98,7 @@ inline void tile(int64_t K, const T* a, int64_t lda, const B* b, int64_t ldb, T*
 #pragma GCC unroll 4
   for (int64_t k = first; k < K; ++k) {
     tile_step<T, MR, NV, along, false>(k, a, lda, b, ldb, acc);
-    (ahead.template ask<NV * V::N* static_cast<int>(sizeof(B))>(k), ...);
+    (ahead.ask(k), ...);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r) {

@@ -28,24 +28,6 @@ inline auto with_cache_storage(DType dtype, F&& f) {
 template <class T, class Storage>
 inline constexpr bool kVectorLoads = std::is_same_v<T, Storage> || (sizeof(T) == 4 && sizeof(Storage) <= 2);
 
-// How far ahead of their use the rows of a cache are asked for, in keys.
-inline constexpr int64_t kPrefetchKeys = 32;
-
-// Asks for memory that is needed soon, a stretch of `bytes` with every step of other work. Spread out like this the
-// requests never queue up, and never stop coming: a core has only a few dozen of them in flight.
-struct Ahead {
-  const char* start = nullptr;
-  int64_t step = 0;  // bytes from one step to the next
-
-  template <int bytes>
-  [[gnu::always_inline]] void ask(int64_t n) const {
-#pragma GCC unroll 8
-    for (int at = 0; at < bytes; at += static_cast<int>(kCacheLine)) {
-      __builtin_prefetch(start + n * step + at, 0, kPrefetchLocality);
-    }
-  }
-};
-
 // Rows to be packed: evenly spaced ones, or pointers to each (`const char* const*`, from a cache).
 struct EvenRows {
   const char* first;
@@ -148,14 +130,12 @@ template <class B, int part = 0, class T>
 
 // Rows of k (or v) of one head as panels of kPanel rows, transposed: panel p holds rows p·kPanel …, and element (row, d)
 // at [d][row]. Rows past `rows` are zeros; the last panel is one vector wide where that is enough. Panel p starts at
-// dst + p · kPanel · columns. What is given as `ahead` is asked for on the way, two lines with every turn.
-template <class T, class Rows, class... Asked>
-inline void pack_transposed(const TensorView& view, Rows source, int64_t rows, int64_t columns, T* dst,
-                            Asked... ahead) {
+// dst + p · kPanel · columns.
+template <class T, class Rows>
+inline void pack_transposed(const TensorView& view, Rows source, int64_t rows, int64_t columns, T* dst) {
   using V = Vec<T>;
   constexpr int N = V::N;
   with_cache_storage(view.dtype, [&]<class Storage>(Storage*) {
-    int64_t turns = 0;
     for (int64_t r0 = 0; r0 < rows; r0 += N) {
       const int64_t panel = r0 / kPanel<T>;
       const int64_t width = rows - panel * kPanel<T> > N ? kPanel<T> : N;
@@ -171,8 +151,6 @@ inline void pack_transposed(const TensorView& view, Rows source, int64_t rows, i
           for (; d + turn <= columns; d += turn) {
             V turned[N];
             load_turned<T, Storage>(from, d, turned);
-            (ahead.template ask<2 * static_cast<int>(kCacheLine)>(turns), ...);
-            ++turns;
 #pragma GCC unroll 16
             for (int i = 0; i < N; ++i, to += turn / N * width) {
               store_parts<Packed<T, Storage>>(turned[i], width, to);

@@ -62,12 +62,10 @@ struct PairProducts {
 
   // Rows of k of one head as panels of kPanel rows, turned: panel p holds rows p·kPanel …, and features 2d and 2d + 1 of
   // a row are the word at [d][row]. Rows past `rows` and features past `columns` are zeros; the last panel is one vector
-  // wide where that is enough. What is given as `ahead` is asked for on the way, two lines with every turn.
-  template <class Rows, class... Asked>
-  static void pack_keys(const TensorView& view, Rows source, int64_t rows, int64_t columns, Word<bf16>* dst,
-                        Asked... ahead) {
+  // wide where that is enough.
+  template <class Rows>
+  static void pack_keys(const TensorView& view, Rows source, int64_t rows, int64_t columns, Word<bf16>* dst) {
     with_pair_storage(view.dtype, [&]<class Storage>(Storage*) {
-      int64_t turns = 0;
       for (int64_t r0 = 0; r0 < rows; r0 += N) {
         const int64_t panel = r0 / kPanel<float>;
         const int64_t width = rows - panel * kPanel<float> > N ? kPanel<float> : N;
@@ -82,8 +80,6 @@ struct PairProducts {
           for (; d + turn <= columns; d += turn) {
             V turned[N];
             load_turned<float, Storage>(from, d, turned);
-            (ahead.template ask<2 * static_cast<int>(kCacheLine)>(turns), ...);
-            ++turns;
 #pragma GCC unroll 16
             for (int i = 0; i < N; ++i) {
               if constexpr (std::is_same_v<Storage, bf16>) {
@@ -120,7 +116,7 @@ struct PairProducts {
 
   // Columns [column, column + kPanel) of the rows of v, two rows to a word: rows 2j and 2j + 1 are the words at
   // [j][column], zeros behind the last row and column. One vector wide where that is enough. Returns whether all numbers
-  // were finite. What is given as `ahead` is asked for on the way, two lines with every two rows.
+  // were finite. What is given as `ahead` is asked for on the way, a step with every two rows.
   template <class Rows, class... Asked>
   static bool pack_values(const TensorView& view, Rows source, int64_t rows, int64_t columns, int64_t column,
                           Word<bf16>* dst, Asked... ahead) {
@@ -142,7 +138,7 @@ struct PairProducts {
             const Storage *even = at(r), *odd = at(r + 1);
             put(0, Pairs::of_rows(even, odd), dst);
             put(N, Pairs::of_rows(even + N, odd + N), dst);
-            (ahead.template ask<2 * static_cast<int>(kCacheLine)>(r / 2), ...);
+            (ahead.ask(r / 2), ...);
           }
         }
       }

@@ -34,9 +34,9 @@ struct VectorProducts {
   }
 
   // Rows of k, transposed: panels of kPanel rows.
-  template <class Rows, class... Asked>
-  static void pack_keys(const TensorView& view, Rows source, int64_t rows, int64_t columns, T* dst, Asked... ahead) {
-    pack_transposed<T>(view, source, rows, columns, dst, ahead...);
+  template <class Rows>
+  static void pack_keys(const TensorView& view, Rows source, int64_t rows, int64_t columns, T* dst) {
+    pack_transposed<T>(view, source, rows, columns, dst);
   }
 
   template <Start start, class... Asked>

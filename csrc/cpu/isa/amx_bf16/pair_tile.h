@@ -21,7 +21,7 @@ struct PairTile {
       sums.template begin<start>(c, ldc);
       for (int64_t k = 0; k < K; k += kDepth) {
         sums.add(a + k, lda, b + k / 2 * ldb, ldb);
-        (ahead.template ask<kDepth * 64>(k / kDepth), ...);
+        (ahead.ask(k / kDepth), ...);
       }
       sums.end(c, ldc);
     });
@@ -54,7 +54,7 @@ struct PairTile {
         constexpr int A = 4 + m % 2;
         if constexpr (n == 0) amx::load<A>(a + m * amx::kTileRows * lda, lda * static_cast<int64_t>(sizeof(bf16)));
         amx::multiply_add<m * NT + n, A, 6 + n>();
-        if constexpr (n == NT - 1) (ahead.template ask<kAsked>(m), ...);
+        if constexpr (n == NT - 1) (ahead.ask(m), ...);
       });
     }
 

@@ -7,6 +7,8 @@ namespace {
 
 // Where Ahead asks for memory: __builtin_prefetch's third argument. 3: into L1.
 inline constexpr int kPrefetchLocality = 3;
+// How far ahead of its use, in bytes.
+inline constexpr int64_t kPrefetchLead = 16 << 10;
 
 template <class T>
 struct Vec;

@@ -63,7 +63,7 @@ struct PairTile {
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) acc[r][n] = dot(pair, pairs[n], acc[r][n]);
       }
-      (ahead.template ask<NV * V::N* static_cast<int>(sizeof(Word<bf16>))>(k / 2), ...);
+      (ahead.ask(k / 2), ...);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) {
