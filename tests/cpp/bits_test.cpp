@@ -228,12 +228,14 @@ TEST(rows, alone_or_among_others) {
                       .causal = Causal::bottom_right,
                       .window_left = 1023});
     check_rows_alone({.name = "rows", .dtype = dtype, .Lq = 410, .Lk = 40, .D = 4, .Dv = 4});
+    // Sums over more features, and values in more columns, than any tile takes at once.
+    check_rows_alone({.name = "rows", .dtype = dtype, .Hq = 2, .Lq = 40, .Lk = 300, .D = 100, .Dv = 70, .mask = "ij"});
   }
 }
 
 // Decoding: the last row of the first n keys is row n - 1 of the causal pass over all.
 TEST(rows, decoded) {
-  for (const DType dtype : kDTypes) {
+  const auto check = [](DType dtype, int64_t D, int64_t Dv) {
     const int64_t length = 1100;
     Case c{.name = "decode",
            .dtype = dtype,
@@ -241,11 +243,12 @@ TEST(rows, decoded) {
            .Hkv = 2,
            .Lq = length,
            .Lk = length,
-           .D = 8,
-           .Dv = 8,
+           .D = D,
+           .Dv = Dv,
            .layout = Layout::transposed,
            .causal = Causal::top_left};
     const Problem problem(c);
+    const Context context(c.text());
     for_each_isa([&] {
       const Forward full = run_forward(problem, 2);
       for (const int64_t n : {1, 2, 17, 96, 97, 256, 257, 600, 1024, 1025, 1100}) {
@@ -268,6 +271,10 @@ TEST(rows, decoded) {
         }
       }
     });
+  };
+  for (const DType dtype : kDTypes) {
+    check(dtype, 8, 8);
+    check(dtype, 96, 72);
   }
 }
 
