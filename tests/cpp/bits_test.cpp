@@ -102,7 +102,7 @@ TEST(threads, wavefront) {
     return cpu::plan_backward(p, 2).wavefront && cpu::plan_backward(p, 3).wavefront;
   };
   for (const DType dtype : kDTypes) {
-    for (const int64_t D : {16, 13}) {  // dq summed in place, or apart
+    for (const int64_t D : {16, 13, 100}) {  // dq summed in place, or apart
       check_threads({.name = "wavefront",
                      .dtype = dtype,
                      .Lq = 210,
@@ -235,8 +235,7 @@ TEST(rows, alone_or_among_others) {
 
 // Decoding: the last row of the first n keys is row n - 1 of the causal pass over all.
 TEST(rows, decoded) {
-  const auto check = [](DType dtype, int64_t D, int64_t Dv) {
-    const int64_t length = 1100;
+  const auto check = [](DType dtype, int64_t length, int64_t D, int64_t Dv) {
     Case c{.name = "decode",
            .dtype = dtype,
            .Hq = 4,
@@ -252,6 +251,7 @@ TEST(rows, decoded) {
     for_each_isa([&] {
       const Forward full = run_forward(problem, 2);
       for (const int64_t n : {1, 2, 17, 96, 97, 256, 257, 600, 1024, 1025, 1100}) {
+        if (n > length) break;
         ForwardParams p;
         static_cast<AttentionParams&>(p) = problem.params();
         p.causal = Causal::bottom_right;
@@ -273,14 +273,14 @@ TEST(rows, decoded) {
     });
   };
   for (const DType dtype : kDTypes) {
-    check(dtype, 8, 8);
-    check(dtype, 96, 72);
+    check(dtype, 1100, 8, 8);
+    check(dtype, 280, 96, 72);
   }
 }
 
 // Gradients of a batch entry alone.
 TEST(rows, gradients_of_a_batch_entry) {
-  for (const DType dtype : kDTypes) {
+  const auto check_entries = [](DType dtype, int64_t D, int64_t Dv) {
     Case c{.name = "batch",
            .dtype = dtype,
            .B1 = 3,
@@ -288,8 +288,8 @@ TEST(rows, gradients_of_a_batch_entry) {
            .Hkv = 2,
            .Lq = 40,
            .Lk = 150,
-           .D = 12,
-           .Dv = 8,
+           .D = D,
+           .Dv = Dv,
            .mask = "Bj",
            .causal = Causal::bottom_right};
     const Problem problem(c);
@@ -327,6 +327,10 @@ TEST(rows, gradients_of_a_batch_entry) {
         check("dv", dv, all.dv);
       }
     });
+  };
+  for (const DType dtype : kDTypes) {
+    check_entries(dtype, 12, 8);
+    check_entries(dtype, 100, 70);
   }
 }
 

@@ -56,6 +56,13 @@ void check_words() {
     check_pairs("of_rows", Pairs::of_rows(a.x, b.x), want);
     check_pairs("of_whole", Pairs::of_whole(Vec<float>::load(whole_a.x), Vec<float>::load(whole_b.x)), want);
 
+    Block<bf16> first(N), second(N);
+    Pairs::split(Pairs::of_rows(a.x, b.x), first.x, second.x);
+    for (int i = 0; i < N; ++i) {
+      CHECK(first[i].bits == a[i].bits && second[i].bits == b[i].bits, "split: word %d is (0x%04x, 0x%04x)", i,
+            static_cast<unsigned>(first[i].bits), static_cast<unsigned>(second[i].bits));
+    }
+
     const auto finite = [](bf16 x) { return std::isfinite(to_float(x)) ? x : bf16{0}; };
     for (int i = 0; i < N; ++i) want[i] = pair_bits(finite(a[i]), finite(b[i]));
     check_pairs("without_specials", Pairs::without_specials(Pairs::of_rows(a.x, b.x)), want);

@@ -30,9 +30,16 @@ class BackwardWorker {
   static constexpr int N = V::N;
   static constexpr int64_t kKeys = kBackwardKeys, kRows = kBackwardRows;
   static_assert(kKeys % kPanel<T> == 0);
+  // Numbers of a row of q or go as a left factor. Where they are turned, whole turns of them.
+  static int64_t left_stride(int64_t width) {
+    return Products::kPairs ? round_up_to(width, 2 * N) : round_up_to(width, N);
+  }
   // Rows of the p and ds tiles lie a cache line further apart than they are long: step 4 walks down their columns, and
   // at a power of two all of a column would fall into a few sets of L1.
   static constexpr int64_t kTileStride = kKeys + static_cast<int64_t>(kCacheLine / sizeof(T));
+  // From one key's gradients to the next one's: none where they lie row by row.
+  static constexpr int64_t kKeyStride = Products::kPairs ? kKeys + N : kKeys;
+  static constexpr int64_t kNarrowStride = kKeys + kPanel<T>;
 
  public:
   // dq on its way: T rows, in the output itself where it can hold them.
@@ -55,6 +62,7 @@ class BackwardWorker {
         dv_(round_up_to(p.Dv, N)),
         scratch_(layout(nullptr)) {
     layout(scratch_.data());
+    if constexpr (Products::kPairs) clear_left_factors();
   }
 
   void begin_sequence(int64_t b) { sequence_ = sequence_of(p_, b); }
@@ -71,12 +79,16 @@ class BackwardWorker {
       Products::pack_keys(p_.v, EvenRows(p_.v, address(p_.v, p_.batch_inner, at.b, at.hkv, row)), keys_, p_.Dv,
                           v_panels_);
     }
-    keys_finite_ = !p_.dq || pack_rows<T>(p_.k, EvenRows(p_.k, k), keys_, p_.D, kKeys, k_rows_);
+    if constexpr (Products::kPairs) {
+      pack_keys_by_pairs(k);
+    } else {
+      keys_finite_ = !p_.dq || pack_rows<T>(p_.k, EvenRows(p_.k, k), keys_, p_.D, kKeys, k_rows_);
+    }
   }
 
   void clear_key_gradients() {
-    std::fill(dk_rows_, dk_rows_ + kKeys * d_, T(0));
-    std::fill(dv_rows_, dv_rows_ + kKeys * dv_, T(0));
+    std::fill(dk_rows_, dk_rows_ + kKeyStride * d_, T(0));
+    std::fill(dv_rows_, dv_rows_ + kKeyStride * dv_, T(0));
   }
 
   // Steps 1 to 3 for one tile; false where no row sees a key of it by position.
@@ -107,21 +119,28 @@ class BackwardWorker {
 
   // Products of the tile's rows with k or v, whose panels are `width` numbers deep.
   void multiply_by_keys(int64_t columns, int64_t width, const Left* rows, const Right* panels, T* tile) const {
-    const int64_t stride = Products::kPairs ? Products::depth(width) : round_up_to(width, N);
-    multiply_keys<Products>(rows_, columns, width, rows, stride, panels + from_ * Products::right_rows(width),
-                            tile + from_, kTileStride);
+    multiply_keys<Products>(rows_, columns, width, rows, left_stride(width),
+                            panels + from_ * Products::right_rows(width), tile + from_, kTileStride);
   }
 
   // Step 4 for dk and dv.
   void add_key_gradients() {
     if (p_.softcap != 0.0) apply_cap_derivative();
+    if constexpr (Products::kPairs) {
+      add_key_gradients_by_pairs();
+    } else {
+      add_key_gradients_by_rows();
+    }
+  }
+
+  void add_key_gradients_by_rows() {
     if (exclude_hidden()) return add_key_gradients_visible();
     if (p_.dv) {
-      multiply_panels<T, Start::from_c, Along::rows>(to_ - from_, dv_, rows_, p_tile_ + from_, kTileStride, go_rows_,
+      multiply_panels<T, Start::from_c, Along::rows>(to_ - from_, dv_, rows_, p_tile_ + from_, kTileStride, left_go_,
                                                      {kPanel<T>, dv_}, dv_rows_ + from_ * dv_, dv_);
     }
     if (p_.dk) {
-      multiply_panels<T, Start::from_c, Along::rows>(to_ - from_, d_, rows_, ds_tile_ + from_, kTileStride, q_rows_,
+      multiply_panels<T, Start::from_c, Along::rows>(to_ - from_, d_, rows_, ds_tile_ + from_, kTileStride, left_q_,
                                                      {kPanel<T>, d_}, dk_rows_ + from_ * d_, d_);
     }
   }
@@ -129,13 +148,23 @@ class BackwardWorker {
   // Step 4 for dq.
   void add_query_gradients(QueryGradients dq) {
     dq.rows += first_row_ * dq.stride;
-    if (exclude_hidden()) return add_query_gradients_visible(dq);
-    multiply_panels<T, Start::from_c, Along::k>(rows_, d_, to_ - from_, ds_tile_ + from_, kTileStride, k_rows_,
-                                                {kPanel<T> * kKeys, 0, from_}, dq.rows, dq.stride);
+    if constexpr (Products::kPairs) {
+      add_query_gradients_by_pairs(dq);
+    } else if (exclude_hidden()) {
+      add_query_gradients_visible(dq);
+    } else {
+      multiply_panels<T, Start::from_c, Along::k>(rows_, d_, to_ - from_, ds_tile_ + from_, kTileStride, k_rows_,
+                                                  {kPanel<T> * kKeys, 0, from_}, dq.rows, dq.stride);
+    }
   }
 
   void store_key_gradients(const Place& at) {
     const T factor = static_cast<T>(units_.scaled ? p_.scale : std::fabs(p_.scale));
+    if constexpr (Products::kPairs) {
+      if (p_.dk) store_turned(p_.dk, at, p_.D, factor, dk_rows_, d_);
+      if (p_.dv) store_turned(p_.dv, at, p_.Dv, T(1), dv_rows_, dv_);
+      return;
+    }
     for (int64_t j = 0; j < keys_; ++j) {
       const int64_t row = sequence_.k_row + at.key + j;
       if (p_.dk) {
@@ -185,20 +214,22 @@ class BackwardWorker {
   size_t layout(char* base) {
     Carver carve(base);
     row_ = carve.take<ScoreRow>(kRows);
-    q_rows_ = carve.take<T>(kRows * d_);
-    go_rows_ = carve.take<T>(kRows * dv_);
+    left_q_ = carve.take<Left>(kRows * left_stride(p_.D));
+    left_go_ = carve.take<Left>(kRows * left_stride(p_.Dv));
     if constexpr (Products::kPairs) {
-      left_q_ = carve.take<Left>(kRows * Products::depth(p_.D));
-      left_go_ = carve.take<Left>(kRows * Products::depth(p_.Dv));
-    } else {
-      left_q_ = q_rows_;
-      left_go_ = go_rows_;
+      turned_q_ = carve.take<Left>(left_stride(p_.D) * kRows);
+      turned_go_ = carve.take<Left>(left_stride(p_.Dv) * kRows);
+      weights_ = carve.take<Left>(kRows * kNarrowStride);
+      narrow_ds_ = carve.take<Left>(kRows * kNarrowStride);
+      pairs_ = carve.take<Right>(Products::right_rows(kRows) * kPanel<T>);
+      k_pairs_ = carve.take<Right>(Products::right_rows(kKeys) * d_);
+      some_rows_ = carve.take<T>(std::max<int64_t>(Products::kRows, N) * std::max(d_, dv_));
     }
     k_panels_ = carve.take<Right>(kKeys * Products::right_rows(p_.D));
     v_panels_ = carve.take<Right>(kKeys * Products::right_rows(p_.Dv));
-    k_rows_ = carve.take<T>(kKeys * d_);
-    dk_rows_ = carve.take<T>(kKeys * d_);
-    dv_rows_ = carve.take<T>(kKeys * dv_);
+    k_rows_ = carve.take<T>(Products::kPairs ? 0 : kKeys * d_);
+    dk_rows_ = carve.take<T>(kKeyStride * d_);
+    dv_rows_ = carve.take<T>(kKeyStride * dv_);
     p_tile_ = carve.take<T>(kRows * kTileStride);
     ds_tile_ = carve.take<T>(kRows * kTileStride);
     cap_tile_ = carve.take<T>(p_.softcap != 0.0 ? kRows * kTileStride : 0);
@@ -248,28 +279,20 @@ class BackwardWorker {
   void load_rows(int64_t b, int64_t h) {
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t row = sequence_.q_row + row_[r].i;
-      load_row(p_.q, address(p_.q, p_.batch_inner, b, h, row), p_.D, units_.q_factor, r, q_rows_, d_, left_q_);
+      load_row(p_.q, address(p_.q, p_.batch_inner, b, h, row), p_.D, units_.q_factor, r, left_q_);
       if (p_.Dv == 0) continue;
-      load_row(p_.grad_out, address(p_.grad_out, p_.batch_inner, b, h, row), p_.Dv, T(1), r, go_rows_, dv_, left_go_);
+      load_row(p_.grad_out, address(p_.grad_out, p_.batch_inner, b, h, row), p_.Dv, T(1), r, left_go_);
     }
     // Only asked where something may be hidden.
-    rows_finite_ = !some_hidden_ || (all_finite(q_rows_, rows_ * d_) && all_finite(go_rows_, rows_ * dv_));
+    rows_finite_ = !some_hidden_ || (Products::all_finite(left_q_, rows_ * left_stride(p_.D)) &&
+                                     Products::all_finite(left_go_, rows_ * left_stride(p_.Dv)));
   }
 
-  // Row r of q or go: as T, for the sums over rows, and as the left factor of a product with k or v where that is another
-  // format.
-  static void load_row(const TensorView& view, const char* src, int64_t n, T factor, int64_t r, T* rows, int64_t stride,
-                       Left* left) {
-    T* dst = rows + r * stride;
-    copy_row_scaled<T>(view, src, n, factor, dst);
-    std::fill(dst + n, dst + stride, T(0));
-    if constexpr (Products::kPairs) Products::load_left(view, src, n, factor, left + r * Products::depth(n));
-  }
-
-  static bool all_finite(const T* x, int64_t n) {
-    FiniteCheck<T> check;
-    for (int64_t d = 0; d < n; d += N) check.see(V::load(x + d), V::zero());
-    return check.all_finite();
+  // Row r of q or go, zeros behind it.
+  static void load_row(const TensorView& view, const char* src, int64_t n, T factor, int64_t r, Left* rows) {
+    Left* dst = rows + r * left_stride(n);
+    Products::load_left(view, src, n, factor, dst);
+    if constexpr (!Products::kPairs) std::fill(dst + n, dst + left_stride(n), T(0));
   }
 
   // p and ds of one row, from x in p_tile_ and dp in ds_tile_. Where something may be hidden both are exactly 0 there.
@@ -334,8 +357,8 @@ class BackwardWorker {
     for (int64_t r = 0; r < rows_; ++r) {
       for (int64_t j = from_; j < to_; ++j) {
         if (hidden_[r * kTileStride + j]) continue;
-        if (p_.dv) add_row(dv_, p_tile_[r * kTileStride + j], go_rows_ + r * dv_, dv_rows_ + j * dv_);
-        if (p_.dk) add_row(d_, ds_tile_[r * kTileStride + j], q_rows_ + r * d_, dk_rows_ + j * d_);
+        if (p_.dv) add_row(dv_, p_tile_[r * kTileStride + j], left_go_ + r * dv_, dv_rows_ + j * dv_);
+        if (p_.dk) add_row(d_, ds_tile_[r * kTileStride + j], left_q_ + r * d_, dk_rows_ + j * d_);
       }
     }
   }
@@ -355,6 +378,15 @@ class BackwardWorker {
     }
   }
 
+  // Step 4 of products of pairs: backward_pairs-inl.h.
+  void clear_left_factors();
+  void pack_keys_by_pairs(const char* k);
+  void add_key_gradients_by_pairs();
+  void add_query_gradients_by_pairs(QueryGradients dq);
+  void narrow_tile(T* tile, Left* to);
+  void add_turned(const Left* narrowed, Left* left, Left* turned, int64_t width, T* sums);
+  void store_turned(const TensorView& out, const Place& at, int64_t width, T factor, const T* sums, int64_t rows);
+
   static void add_row(int64_t width, T factor, const T* row, T* to) {
     for (int64_t d = 0; d < width; d += N) {
       V::fma(V::broadcast(factor), V::load(row + d), V::load(to + d)).store(to + d);
@@ -367,15 +399,21 @@ class BackwardWorker {
   const int64_t group_, d_, dv_;  // Hq / Hkv; D and Dv rounded up to whole vectors
 
   ScoreRow* row_ = nullptr;                          // [kRows]
-  T *q_rows_ = nullptr, *go_rows_ = nullptr;         // [kRows][d_], [kRows][dv_]
-  Left *left_q_ = nullptr, *left_go_ = nullptr;      // the same as left factors
+  Left *left_q_ = nullptr, *left_go_ = nullptr;      // [kRows][left_stride(D or Dv)]
   Right *k_panels_ = nullptr, *v_panels_ = nullptr;  // transposed panels of keys
   T* k_rows_ = nullptr;                              // panels of columns
-  T *dk_rows_ = nullptr, *dv_rows_ = nullptr;        // [kKeys][d_], [kKeys][dv_]
+  T *dk_rows_ = nullptr, *dv_rows_ = nullptr;        // [kKeys][d_], [kKeys][dv_]; of pairs turned: [d_][kKeyStride] …
   T *p_tile_ = nullptr, *ds_tile_ = nullptr;         // [kRows][kTileStride]
   T* cap_tile_ = nullptr;                            // [kRows][kTileStride]
   RowBuffers<T> buffers_;
   uint8_t *keep_ = nullptr, *hidden_ = nullptr;  // [kKeys], [kRows][kTileStride]
+  // Of products of pairs only.
+  Left *turned_q_ = nullptr, *turned_go_ = nullptr;  // [left_stride(D or Dv)][kRows]
+  Left *weights_ = nullptr, *narrow_ds_ = nullptr;   // [kRows][kNarrowStride]: p and ds, rounded
+  Right* pairs_ = nullptr;                           // a panel of them, two rows to a word: [kRows / 2][kPanel]
+  Right* k_pairs_ = nullptr;        // panels of columns, two keys to a word: [panel][kKeys / 2][columns]
+  T* some_rows_ = nullptr;          // [Products::kRows or N][d_ or dv_]
+  const char* key_rows_ = nullptr;  // the packed block's keys as they lie
 
   Scratch scratch_;
   [[no_unique_address]] typename Products::Session session_;

@@ -60,6 +60,27 @@ struct PairProducts {
     std::fill(dst + n, dst + depth(n), bf16{0});
   }
 
+  // Whether all numbers of a left factor are finite; n is a multiple of 2 · N.
+  static bool all_finite(const bf16* x, int64_t n) {
+    PairCheck check;
+    for (int64_t d = 0; d < n; d += 2 * N) check.see(V::load(reinterpret_cast<const float*>(x + d)));
+    return check.all_finite();
+  }
+
+  // A left factor turned: number d of row r becomes to[d · ld + r]. Rows and columns are multiples of N and 2 · N.
+  static void turn(const bf16* from, int64_t stride, int64_t rows, int64_t columns, bf16* to, int64_t ld) {
+    for (int64_t r0 = 0; r0 < rows; r0 += N) {
+      const bf16* row[N];
+      for (int r = 0; r < N; ++r) row[r] = from + (r0 + r) * stride;
+      for (int64_t d = 0; d < columns; d += 2 * N) {
+        V turned[N];
+        load_turned<float, bf16>(row, d, turned);
+#pragma GCC unroll 16
+        for (int i = 0; i < N; ++i) Pairs::split(turned[i], to + (d + 2 * i) * ld + r0, to + (d + 2 * i + 1) * ld + r0);
+      }
+    }
+  }
+
   // Rows of k of one head as panels of kPanel rows, turned: panel p holds rows p·kPanel …, and features 2d and 2d + 1 of
   // a row are the word at [d][row]. Rows past `rows` and features past `columns` are zeros; the last panel is one vector
   // wide where that is enough.

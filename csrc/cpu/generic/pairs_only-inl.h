@@ -15,6 +15,7 @@
 #include "cpu/generic/forward-inl.h"
 #include "cpu/generic/forward_pairs-inl.h"
 #include "cpu/generic/backward-inl.h"
+#include "cpu/generic/backward_pairs-inl.h"
 #include "cpu/generic/weights-inl.h"
 // clang-format on
 

@@ -33,6 +33,13 @@ struct VectorProducts {
     copy_row_scaled<T>(view, src, n, factor, dst);
   }
 
+  // Whether all numbers of a left factor are finite; n is a multiple of N.
+  static bool all_finite(const T* x, int64_t n) {
+    FiniteCheck<T> check;
+    for (int64_t d = 0; d < n; d += Vec<T>::N) check.see(Vec<T>::load(x + d), Vec<T>::zero());
+    return check.all_finite();
+  }
+
   // Rows of k, transposed: panels of kPanel rows.
   template <class Rows>
   static void pack_keys(const TensorView& view, Rows source, int64_t rows, int64_t columns, T* dst) {

@@ -25,6 +25,15 @@ struct Pairs {
     return {_mm512_castsi512_ps(_mm512_or_si512(low, high))};
   }
 
+  // The first of all pairs, and the second ones.
+  static void split(V pairs, bf16* first, bf16* second) {
+    alignas(64) static constexpr uint16_t kTurns[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                                        1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+    const __m512i apart = _mm512_permutexvar_epi16(_mm512_load_si512(kTurns), _mm512_castps_si512(pairs.v));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(first), _mm512_castsi512_si256(apart));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(second), _mm512_extracti64x4_epi64(apart, 1));
+  }
+
   // 32 numbers rounded to nearest even, subnormal ones to zero, one after the other.
   static void narrow(V first, V second, bf16* to) {
 #if defined(ATTN_EXT_EMULATE_AVX512)
