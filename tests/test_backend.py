@@ -35,9 +35,11 @@ def test_the_first_one_runs_where_nobody_asks_for_another() -> None:
     assert run("from attn_ext import backend; print(backend.active())") == by_default[0]
 
 
+tiles = next(isa for isa in _C.isas() if isa["name"] == "amx_bf16")
 needs_tiles = pytest.mark.skipif(
-    "amx_bf16" not in backend.available(),
-    reason="needs AMX: an Intel CPU since Sapphire Rapids, and Linux 5.16 or newer, which lets processes use its tiles",
+    not tiles["supported"],
+    reason="asks Linux for AMX's tiles (an Intel CPU since Sapphire Rapids, Linux since 5.16), which are not to be had "
+    f"here: {tiles['why_not']}",
 )
 
 # A signal stack of 4 KB is enough without tiles and too small with them; then Linux grants none.

@@ -1,7 +1,6 @@
 // What a task of few rows asks memory for: the rows of its keys and values, each once, in the order of their use, and some
 // way ahead of it.
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include "cpu/generic/std_headers.h"

@@ -9,6 +9,7 @@
 //     2. dp = go · vᵀ                                                       (dropped weights: 0, others / (1 − p_drop))
 //     3. ds = p ∘ (dp − delta)                                              which is the bias' gradient
 //     4. dv += pᵀ · go;   dk += dsᵀ · q · scale;   dq += ds · k · scale     ds times the softcap's derivative
+//                                                                           (by pairs: backward_pairs-inl.h)
 //
 // Every sum is one chain in a fixed order (dk, dv over heads of the group and rows; dq over keys), so gradients have the
 // same bits for any number of threads. dk and dv of the block stay in cache while the rows pass by; dq goes out to
@@ -31,9 +32,7 @@ class BackwardWorker {
   static constexpr int64_t kKeys = kBackwardKeys, kRows = kBackwardRows;
   static_assert(kKeys % kPanel<T> == 0);
   // Numbers of a row of q or go as a left factor. Where they are turned, whole turns of them.
-  static int64_t left_stride(int64_t width) {
-    return Products::kPairs ? round_up_to(width, 2 * N) : round_up_to(width, N);
-  }
+  static int64_t left_stride(int64_t width) { return round_up_to(width, Products::kPairs ? 2 * N : N); }
   // Rows of the p and ds tiles lie a cache line further apart than they are long: step 4 walks down their columns, and
   // at a power of two all of a column would fall into a few sets of L1.
   static constexpr int64_t kTileStride = kKeys + static_cast<int64_t>(kCacheLine / sizeof(T));
@@ -62,7 +61,6 @@ class BackwardWorker {
         dv_(round_up_to(p.Dv, N)),
         scratch_(layout(nullptr)) {
     layout(scratch_.data());
-    if constexpr (Products::kPairs) clear_left_factors();
   }
 
   void begin_sequence(int64_t b) { sequence_ = sequence_of(p_, b); }
@@ -160,20 +158,19 @@ class BackwardWorker {
 
   void store_key_gradients(const Place& at) {
     const T factor = static_cast<T>(units_.scaled ? p_.scale : std::fabs(p_.scale));
-    if constexpr (Products::kPairs) {
-      if (p_.dk) store_turned(p_.dk, at, p_.D, factor, dk_rows_, d_);
-      if (p_.dv) store_turned(p_.dv, at, p_.Dv, T(1), dv_rows_, dv_);
-      return;
-    }
-    for (int64_t j = 0; j < keys_; ++j) {
-      const int64_t row = sequence_.k_row + at.key + j;
-      if (p_.dk) {
-        store_row<T>(p_.dk, address(p_.dk, p_.batch_inner, at.b, at.hkv, row), p_.D, factor, dk_rows_ + j * d_);
+    const auto store = [&](const TensorView& out, int64_t width, T by, const T* sums) {
+      if (!out) return;
+      if constexpr (Products::kPairs) {
+        store_turned(out, at, width, by, sums);
+      } else {
+        for (int64_t j = 0; j < keys_; ++j) {
+          store_row<T>(out, address(out, p_.batch_inner, at.b, at.hkv, sequence_.k_row + at.key + j), width, by,
+                       sums + j * round_up_to(width, N));
+        }
       }
-      if (p_.dv) {
-        store_row<T>(p_.dv, address(p_.dv, p_.batch_inner, at.b, at.hkv, row), p_.Dv, T(1), dv_rows_ + j * dv_);
-      }
-    }
+    };
+    store(p_.dk, p_.D, factor, dk_rows_);
+    store(p_.dv, p_.Dv, T(1), dv_rows_);
   }
 
   // Where dq of the rows from at.row on is summed up: in the output where it is T and vectors fit its rows, otherwise in
@@ -224,10 +221,11 @@ class BackwardWorker {
       pairs_ = carve.take<Right>(Products::right_rows(kRows) * kPanel<T>);
       k_pairs_ = carve.take<Right>(Products::right_rows(kKeys) * d_);
       some_rows_ = carve.take<T>(std::max<int64_t>(Products::kRows, N) * std::max(d_, dv_));
+    } else {
+      k_rows_ = carve.take<T>(kKeys * d_);
     }
     k_panels_ = carve.take<Right>(kKeys * Products::right_rows(p_.D));
     v_panels_ = carve.take<Right>(kKeys * Products::right_rows(p_.Dv));
-    k_rows_ = carve.take<T>(Products::kPairs ? 0 : kKeys * d_);
     dk_rows_ = carve.take<T>(kKeyStride * d_);
     dv_rows_ = carve.take<T>(kKeyStride * dv_);
     p_tile_ = carve.take<T>(kRows * kTileStride);
@@ -292,7 +290,7 @@ class BackwardWorker {
   static void load_row(const TensorView& view, const char* src, int64_t n, T factor, int64_t r, Left* rows) {
     Left* dst = rows + r * left_stride(n);
     Products::load_left(view, src, n, factor, dst);
-    if constexpr (!Products::kPairs) std::fill(dst + n, dst + left_stride(n), T(0));
+    std::fill(dst + n, dst + left_stride(n), Left{});
   }
 
   // p and ds of one row, from x in p_tile_ and dp in ds_tile_. Where something may be hidden both are exactly 0 there.
@@ -379,13 +377,12 @@ class BackwardWorker {
   }
 
   // Step 4 of products of pairs: backward_pairs-inl.h.
-  void clear_left_factors();
   void pack_keys_by_pairs(const char* k);
   void add_key_gradients_by_pairs();
   void add_query_gradients_by_pairs(QueryGradients dq);
   void narrow_tile(T* tile, Left* to);
   void add_turned(const Left* narrowed, Left* left, Left* turned, int64_t width, T* sums);
-  void store_turned(const TensorView& out, const Place& at, int64_t width, T factor, const T* sums, int64_t rows);
+  void store_turned(const TensorView& out, const Place& at, int64_t width, T factor, const T* sums);
 
   static void add_row(int64_t width, T factor, const T* row, T* to) {
     for (int64_t d = 0; d < width; d += N) {

@@ -11,13 +11,6 @@
 namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
 namespace {
 
-// load_left fills a row with zeros only as far as a product reads it.
-template <class Products>
-void BackwardWorker<Products>::clear_left_factors() {
-  std::fill(left_q_, left_q_ + kRows * left_stride(p_.D), Left{0});
-  std::fill(left_go_, left_go_ + kRows * left_stride(p_.Dv), Left{0});
-}
-
 template <class Products>
 void BackwardWorker<Products>::pack_keys_by_pairs(const char* k) {
   keys_finite_ = true;
@@ -129,7 +122,8 @@ void BackwardWorker<Products>::add_query_gradients_by_pairs(QueryGradients dq) {
 // Sums that lie turned, as rows of the keys.
 template <class Products>
 void BackwardWorker<Products>::store_turned(const TensorView& out, const Place& at, int64_t width, T factor,
-                                            const T* sums, int64_t rows) {
+                                            const T* sums) {
+  const int64_t rows = round_up_to(width, N);
   for (int64_t j = 0; j < keys_; j += N) {
     for (int64_t d = 0; d < rows; d += N) {
       V some[N];

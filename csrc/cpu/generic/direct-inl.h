@@ -113,37 +113,37 @@ struct SomeValues {
   const Storage* first;
   int64_t stride;
   int64_t count;
-  int64_t strips;  // share the asking for what comes next
 };
 
-// acc += weights · v for MR rows, from one column on; NV vectors at a time, then fewer.
+// acc += weights · v for MR rows, from one column on; NV vectors at a time, then fewer. That many strips of rows share v,
+// and the asking for what comes next.
 template <class T, int MR, int NV, class Storage>
 inline void direct_columns(int64_t column, int64_t Dv, const T* weights, int64_t ld, const SomeValues<Storage>& v,
-                           T* acc, int64_t acc_stride, Requests& requests) {
+                           int64_t strips, T* acc, Requests& requests) {
   constexpr int kWidth = NV * Vec<T>::N, kBytes = kWidth * static_cast<int>(sizeof(Storage));
   for (; column + kWidth <= Dv; column += kWidth) {
-    tile<T, MR, NV, Start::from_c, Along::k>(v.count, weights, ld, v.first + column, v.stride, acc + column, acc_stride,
-                                             requests.beside<kBytes>(v.count, v.strips));
+    tile<T, MR, NV, Start::from_c, Along::k>(v.count, weights, ld, v.first + column, v.stride, acc + column, Dv,
+                                             requests.beside<kBytes>(v.count, strips));
   }
   if constexpr (NV > 1) {
-    if (column < Dv) direct_columns<T, MR, NV / 2>(column, Dv, weights, ld, v, acc, acc_stride, requests);
+    if (column < Dv) direct_columns<T, MR, NV / 2>(column, Dv, weights, ld, v, strips, acc, requests);
   }
 }
 
 // acc += weights · v for one strip of rows.
 template <class T, class Storage>
-inline void direct_values(int64_t rows, int64_t Dv, const T* weights, int64_t ld, const SomeValues<Storage>& v, T* acc,
-                          Requests& requests) {
+inline void direct_values(int64_t rows, int64_t Dv, const T* weights, int64_t ld, const SomeValues<Storage>& v,
+                          int64_t strips, T* acc, Requests& requests) {
   with_row_count<T>(rows, [&](auto count) {
     constexpr int MR = decltype(count)::value;
-    direct_columns<T, MR, kDirectVecs<MR>>(0, Dv, weights, ld, v, acc, Dv, requests);
+    direct_columns<T, MR, kDirectVecs<MR>>(0, Dv, weights, ld, v, strips, acc, requests);
   });
 }
 
 // Calls f(SomeValues, j) for v's rows [from, to), j the first of those it gets: a few keys at a time, so that v is read in
 // order, and as many as lie evenly spaced.
 template <class T, class F>
-inline void for_some_values(DType dtype, const char* const* v_rows, int64_t from, int64_t to, int64_t strips, F&& f) {
+inline void for_some_values(DType dtype, const char* const* v_rows, int64_t from, int64_t to, F&& f) {
   constexpr int64_t kChunk = 32;  // 16 KB of fp32 at Dv = 128: stays in L1 while the columns pass by
   with_cache_storage(dtype, [&]<class Storage>(Storage*) {
     if constexpr (kVectorLoads<T, Storage>) {
@@ -153,7 +153,7 @@ inline void for_some_values(DType dtype, const char* const* v_rows, int64_t from
         for (; end < most && v_rows[end] - v_rows[end - 1] == stride; ++end)
           ;
         f(SomeValues<Storage>{reinterpret_cast<const Storage*>(v_rows[j]),
-                              stride / static_cast<int64_t>(sizeof(Storage)), end - j, strips},
+                              stride / static_cast<int64_t>(sizeof(Storage)), end - j},
           j);
         j = end;
       }

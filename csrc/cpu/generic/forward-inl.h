@@ -442,14 +442,15 @@ class ForwardWorker {
   // acc += weights · v for keys [from, to) of the block, v as it lies.
   void multiply_values_as_they_lie(Strips strips, int64_t from, int64_t to, Partial t) {
     const int64_t ld = scores_stride_, first_row = strips[0].row_begin;
-    for_some_values<T>(p_.v.dtype, v_rows_, from, to, static_cast<int64_t>(strips.size()), [&](auto v, int64_t j) {
+    const int64_t count = static_cast<int64_t>(strips.size());
+    for_some_values<T>(p_.v.dtype, v_rows_, from, to, [&](auto v, int64_t j) {
       for (const Strip& strip : strips) {
         auto seen = v;
         const int64_t begin = std::max(j, strip.panel_begin * kPanelKeys);
         seen.count = std::min(j + v.count, strip.panel_end * kPanelKeys) - begin;
         if (seen.count <= 0) continue;
         seen.first += (begin - j) * v.stride;
-        direct_values<T>(strip.rows(), p_.Dv, scores_ + (strip.row_begin - first_row) * ld + begin, ld, seen,
+        direct_values<T>(strip.rows(), p_.Dv, scores_ + (strip.row_begin - first_row) * ld + begin, ld, seen, count,
                          t.acc + strip.row_begin * padded_dv_, requests_);
       }
     });
