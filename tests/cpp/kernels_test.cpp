@@ -153,6 +153,27 @@ TEST(options, masks) {
   }
 }
 
+// A padding mask under which whole blocks of keys (256) are passed over, at every place among others, for few rows and many.
+TEST(options, hidden_blocks) {
+  const int kHidden[] = {2, 5, 1, 6, 2};  // bit n: block n
+  const int64_t kRows[] = {1, 1, 7, 7, 50};
+  for (const DType dtype : kDTypes) {
+    for (int n = 0; n < 5; ++n) {
+      Problem problem({.name = "hidden blocks",
+                       .dtype = dtype,
+                       .Hq = 2,
+                       .Hkv = 1,
+                       .Lq = kRows[n],
+                       .Lk = 900,
+                       .D = 4,
+                       .mask = "Bj"});
+      for (int64_t j = 0; j < 900; ++j) problem.mask.set(0, 0, 0, 0, j, (kHidden[n] >> j / 256 & 1) == 0);
+      const Context context("blocks " + std::to_string(kHidden[n]));
+      check_problem(problem);
+    }
+  }
+}
+
 TEST(options, biases) {
   const char* patterns[] = {"",   "j",    "i", "ij",    "h",   "hj",  "hi",  "hij", "B",  "Bj",
                             "Bi", "Bhij", "A", "ABhij", "ABj", "Aij", "Ahi", "Bh",  "AB", "ABh"};

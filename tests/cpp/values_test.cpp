@@ -184,6 +184,33 @@ TEST(values, huge_scores) {
   }
 }
 
+// Every score far below 0, in blocks that end within a vector: what stands behind the last key would outweigh all of them,
+// or overflow (e^89 is the first to leave fp32).
+TEST(values, scores_far_below_zero) {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t Lk : {1, 21, 130}) {
+      for (const double score : {-89.0, -2048.0}) {
+        Problem problem({.name = "far below", .dtype = dtype, .Lq = 19, .Lk = Lk, .D = 8, .Dv = 5, .scale = 1.0});
+        problem.q.fill(1);
+        problem.k.fill(score / 8);
+        for (int64_t j = 0; j < Lk; ++j) problem.k.set(0, 0, 0, j, 0, score / 8 - static_cast<double>(j % 3) / 8);
+        const Context context(std::to_string(Lk) + " keys at " + std::to_string(score));
+        check_problem(problem);
+      }
+    }
+  }
+}
+
+// A key whose scores are −Inf, in plain sight of all rows: its weight 0 times its −Inf is NaN in dq, as in the formula.
+TEST(values, a_key_at_minus_infinity) {
+  for (const DType dtype : kDTypes) {
+    Problem problem({.name = "at -Inf", .dtype = dtype, .Lq = 19, .Lk = 40, .D = 35, .Dv = 5});
+    problem.q.fill(0.5);
+    problem.k.set(0, 0, 0, 33, 7, -kInf);
+    check_problem(problem);
+  }
+}
+
 TEST(values, sinks_that_outweigh) {
   for (const DType dtype : kDTypes) {
     for (const double sink : {-kInf, -500.0, 100.0, 1e4}) {
