@@ -26,15 +26,39 @@ inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b
 inline constexpr double kThreadCost = 4e5;
 inline constexpr double kTaskCost = 4e5;
 
+// Few rows are bound by memory, and a thread that others keep from it for a while must not keep the call waiting: so many
+// tasks for each thread, and not more segments in one (sequences of a batch may differ in length).
+inline constexpr int64_t kFewRowsPerTask = 32;
+inline constexpr int64_t kTasksPerThread = 8;
+inline constexpr int64_t kMaxSegmentsPerTask = 8;
+
 struct ForwardPlan {
   int64_t rows = 0;           // rows that share one key/value head: (Hq / Hkv) · Lq, stacked
   int64_t rows_per_task = 0;  //
   int64_t row_tasks = 0;      // per batch entry and key/value head
-  int64_t segments = 1;       // > 1: too few rows to go round, so segments of keys are tasks too, merged afterwards
+  int64_t segments = 1;       // > 1: the keys of a row are shared out as well, by segments that are merged afterwards
+  int64_t segments_per_task = 1;
   int64_t tasks = 0;
   int64_t tasks_per_grab = 1;
   int threads = 1;
+
+  // Tasks that have the same rows.
+  int64_t key_tasks() const { return ceil_div(segments, segments_per_task); }
 };
+
+// Cuts the keys of `plan`, whose rows are cut into tasks already, where the threads would be busy for too different times.
+inline void share_out_keys(ForwardPlan& plan, int64_t Lk, double segment_flops) {
+  const bool few_rows = plan.rows_per_task <= kFewRowsPerTask;
+  if (plan.threads == 1 || Lk <= kSegment || (plan.tasks >= plan.threads && !few_rows)) return;
+  const int64_t segments = ceil_div(Lk, kSegment);
+  const int64_t fair = plan.tasks * segments / (kTasksPerThread * plan.threads);
+  const auto worthwhile = static_cast<int64_t>(kTaskCost / segment_flops);
+  const int64_t some = std::max(std::clamp<int64_t>(fair, 1, kMaxSegmentsPerTask), worthwhile);
+  if (some >= segments) return;
+  plan.segments = segments;
+  plan.segments_per_task = some;
+  plan.tasks *= plan.key_tasks();
+}
 
 inline ForwardPlan plan_forward(const AttentionParams& p, int threads) {
   ForwardPlan plan;
@@ -53,10 +77,8 @@ inline ForwardPlan plan_forward(const AttentionParams& p, int threads) {
   plan.rows_per_task = std::max<int64_t>(plan.rows_per_task, 1);
   plan.row_tasks = ceil_div(plan.rows, plan.rows_per_task);
   plan.tasks = units * plan.row_tasks;
-  if (plan.tasks < plan.threads && p.Lk > kSegment) {
-    plan.segments = ceil_div(p.Lk, kSegment);
-    plan.tasks *= plan.segments;
-  }
+  share_out_keys(plan, p.Lk,
+                 static_cast<double>(plan.rows_per_task * kSegment) * row_flops / static_cast<double>(p.Lk));
   if (plan.tasks > 0) {
     const double task_flops = total / static_cast<double>(plan.tasks);
     const int64_t fair_share = std::max<int64_t>(1, plan.tasks / (8 * static_cast<int64_t>(plan.threads)));

@@ -74,7 +74,9 @@ TEST(plan, forward_covers_all_rows) {
     CHECK(plan.segments == 1 || plan.segments == ceil_div(p.Lk, kSegment), "%lld segments",
           static_cast<long long>(plan.segments));
     CHECK(plan.segments == 1 || plan.threads > 1 || plan.tasks == 0, "segments for one thread");
-    CHECK(plan.tasks == p.batch * p.Hkv * plan.row_tasks * plan.segments, "%lld tasks",
+    CHECK(plan.segments_per_task >= 1 && plan.segments_per_task <= plan.segments, "%lld segments a task of %lld",
+          static_cast<long long>(plan.segments_per_task), static_cast<long long>(plan.segments));
+    CHECK(plan.tasks == p.batch * p.Hkv * plan.row_tasks * plan.key_tasks(), "%lld tasks",
           static_cast<long long>(plan.tasks));
     CHECK(plan.tasks_per_grab >= 1, "%lld tasks at a time", static_cast<long long>(plan.tasks_per_grab));
     CHECK(plan.tasks == 0 || ceil_div(plan.tasks, plan.tasks_per_grab) >= std::min<int64_t>(plan.threads, plan.tasks),
@@ -82,6 +84,27 @@ TEST(plan, forward_covers_all_rows) {
           static_cast<long long>(plan.tasks_per_grab), plan.threads);
     CHECK(forward_scratch_elements(p, plan) >= 0, "negative scratch");
   }
+}
+
+// One row for each head against a cache. A thread may be kept from its work for a while, and sequences of a batch may
+// differ in length: no task is more than a small share of the call, nor a long one, and none is not worth handing out.
+TEST(plan, few_rows_are_shared_out_finely) {
+  for (const int64_t heads : {1, 2, 8, 32, 256}) {
+    for (const int64_t Lk : {8192, 16384, 131072}) {
+      for (const int count : {2, 4, 16}) {
+        const ForwardPlan plan = plan_forward(shape(1, 4 * heads, heads, 1, Lk, 128, 128), count);
+        const Context context(std::to_string(heads) + " heads, " + std::to_string(Lk) + " keys");
+        const int64_t most = heads * ceil_div(Lk, kSegment);
+        CHECK(plan.tasks >= std::min<int64_t>(most, 8 * plan.threads), "%lld tasks for %d threads",
+              static_cast<long long>(plan.tasks), plan.threads);
+        CHECK(plan.segments_per_task <= 8, "%lld segments a task", static_cast<long long>(plan.segments_per_task));
+        CHECK(plan.segments > 1 || Lk <= 8 * kSegment, "tasks of %lld keys", static_cast<long long>(Lk));
+      }
+    }
+  }
+  const ForwardPlan thin = plan_forward(shape(1, 16, 16, 1, 8192, 8, 8), 2);
+  CHECK(thin.segments_per_task * 4 * 8 * kSegment >= 400000 || thin.segments == 1, "a task of %lld segments of 1 row",
+        static_cast<long long>(thin.segments_per_task));
 }
 
 TEST(plan, backward_covers_all_keys) {
@@ -105,6 +128,8 @@ TEST(plan, backward_covers_all_keys) {
 TEST(plan, modes_are_reached) {
   CHECK(plan_forward(shape(1, 1, 1, 3, 5000, 64, 64), 4).segments == 5, "few rows, many keys: no segments");
   CHECK(plan_forward(shape(1, 8, 8, 512, 5000, 64, 64), 4).segments == 1, "many rows: segments");
+  CHECK(plan_forward(shape(1, 8, 8, 1, 5000, 64, 64), 1).segments == 1, "segments for one thread");
+  CHECK(plan_forward(shape(64, 8, 8, 1, 4096, 64, 64), 2).segments == 1, "rows enough, of few segments: cut");
   CHECK(plan_forward(shape(1, 1, 1, 1, 4, 4, 4), 4).threads == 1, "a tiny call wakes threads");
   CHECK(plan_backward(shape(1, 1, 1, 500, 500, 64, 64), 4).wavefront, "one head: no wavefront");
   CHECK(!plan_backward(shape(4, 4, 4, 500, 500, 64, 64), 4).wavefront, "16 heads for 4 threads: wavefront");

@@ -39,6 +39,8 @@ class ForwardWorker {
   static constexpr int64_t kPanelKeys = kPanel<T>;
   // Where products of pairs read k as it lies: rows at most, and keys at a time.
   static constexpr int64_t kDirectRows = 2 * N, kDirectKeys = 4 * N;
+  // Where v is read as it lies, too: panels of its columns at a time. Their sums are 16 vectors for 4 rows.
+  static constexpr int kSpreadPanels = 2;
   // Products have units of their own, which work while the vector units do.
   static constexpr bool kTilesRunBeside = Products::kPairs && Products::kKeysAsTheyLie;
   // Rows of a strip there. Its scores and weights, and those of the strip beside, are 53 KB: with twice the rows, as a
@@ -94,19 +96,24 @@ class ForwardWorker {
     finish(total);
   }
 
-  // The same rows, one segment of keys, into `partial`.
-  void compute_partial(int64_t b, int64_t hkv, int64_t row_begin, int64_t row_end, int64_t segment, Partial partial) {
+  // The same rows, segments [begin, end) of keys, each into its partial: partials(s).
+  template <class Partials>
+  void compute_partials(int64_t b, int64_t hkv, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
+                        Partials&& partials) {
     if (!begin_rows(b, hkv, row_begin, row_end)) return;
-    keys_end_ = std::min(key_hi_, (segment + 1) * kSegment);
-    clear(partial);
-    compute_segment(segment, partial);
+    keys_end_ = std::min(key_hi_, end * kSegment);
+    for (int64_t s = begin; s < end; ++s) {
+      clear(partials(s));
+      compute_segment(s, partials(s));
+    }
   }
 
   // The same rows again, from their partials of all segments.
-  void merge_partials(int64_t b, int64_t hkv, int64_t row_begin, int64_t row_end, const Partial* partials) {
+  template <class Partials>
+  void merge_partials(int64_t b, int64_t hkv, int64_t row_begin, int64_t row_end, Partials&& partials) {
     if (!begin_rows(b, hkv, row_begin, row_end)) return;
     clear(first_);
-    for (int64_t s = 0; s < plan_.segments; ++s) merge(partials[s], first_);
+    for (int64_t s = 0; s < plan_.segments; ++s) merge(partials(s), first_);
     finish(first_);
   }
 
@@ -143,6 +150,15 @@ class ForwardWorker {
       turned_q_ = carve.take<Right>(direct_keys_ ? panel_size : 0);
       some_keys_ = carve.take<Left>(direct_keys_ ? kDirectKeys * Products::depth(p_.D) : 0);
       turned_scores_ = carve.take<T>(direct_keys_ ? kDirectKeys * N : 0);
+      if constexpr (Products::kKeysAsTheyLie) {
+        using Tile = typename Products::Tile;
+        const bool spreads = direct_keys_ && plan_.rows_per_task <= Tile::kSpreadRows;
+        const int64_t size = spreads ? keys / Products::kDepth * 2 * Tile::kSpreadTile : 0;
+        spread_weights_ = carve.take<Left>(size);
+        if (base && size > 0)
+          std::fill(spread_weights_, spread_weights_ + size, Left{0});  // no row lies in some of its rows
+        spread_sums_ = carve.take<T>(spreads ? 2 * kSpreadPanels * Tile::kSpreadSums : 0);
+      }
     }
     k_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
     v_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
@@ -424,12 +440,25 @@ class ForwardWorker {
   void weigh_row(const Strip& strip, int64_t r, int64_t half, bool exclude_hidden, Partial t);
   void multiply_panel(const Strip& strip, int64_t panel, int64_t half);
   void multiply_values_panel(const Strip& strip, int64_t column, int64_t half, Partial t);
+  struct SomeKeys {
+    const Left* first;
+    int64_t stride;
+  };
+  SomeKeys keys_as_they_lie(int64_t j, int64_t count, int64_t most);
   void multiply_keys_as_they_lie(int64_t rows, int64_t from, int64_t to);
   template <class Sums, int tiles>
   void multiply_keys_as_they_lie(int64_t rows, int64_t from, int64_t to);
+  template <int steps>
+  void multiply_keys_by_held_queries(int64_t rows, int64_t from, int64_t to);
+  void turn_scores(const T* turned, int64_t stride, int64_t rows, int64_t j);
   void turn_queries();
   void multiply_pairs_of_values(Strips strips, bool exclude_hidden, Partial t);
-  void multiply_values_while_packing(const Strip& strip, bool exclude_hidden, Partial t);
+  void multiply_values_while_packing(const Strip& strip, int64_t from, int64_t to, int64_t column, bool exclude_hidden,
+                                     Partial t);
+  void multiply_few_rows_with_values(const Strip& strip, bool exclude_hidden, Partial t);
+  void spread_weights(const Strip& strip, int64_t from, int64_t to);
+  template <int R, int panels>
+  bool multiply_spread_weights(const Strip& strip, int64_t from, int64_t to, int64_t column, Partial t);
   void add_visible_specials(const Strip& strip, int64_t first, Partial t);
 
   // As scores_stride_.
@@ -665,10 +694,12 @@ class ForwardWorker {
   uint8_t* hidden_ = nullptr;  // [kRowBlock][keys]
   // Of products of pairs only: the weights, rounded; and where k is read as it lies, q turned, keys that do not lie
   // evenly, and the scores before they are turned.
-  Left* weights_ = nullptr;     // [kRowBlock][weights_stride()]
-  Right* turned_q_ = nullptr;   // [D][kPanelKeys]
-  Left* some_keys_ = nullptr;   // [kDirectKeys][D]
-  T* turned_scores_ = nullptr;  // [kDirectKeys][N], or half the keys and twice the rows
+  Left* weights_ = nullptr;         // [kRowBlock][weights_stride()]
+  Right* turned_q_ = nullptr;       // [D][kPanelKeys]
+  Left* some_keys_ = nullptr;       // [kDirectKeys][D]
+  Left* spread_weights_ = nullptr;  // [keys / 32][2 tiles][2 · kSpreadRows][32]
+  T* spread_sums_ = nullptr;        // [2][kSpreadPanels][2 · kSpreadRows][N]
+  T* turned_scores_ = nullptr;      // [kDirectKeys][N], or half the keys and twice the rows
 
   Scratch scratch_;
   Requests requests_;
@@ -715,27 +746,30 @@ void forward_of(const ForwardParams& p, const Parallel& parallel) {
     return;
   }
 
-  // Few rows, many keys: all segments of all row tasks first, then the merges.
+  // Segments of keys are tasks too. Whoever ends the last one of some rows merges theirs.
+  const int64_t key_tasks = plan.key_tasks(), row_tasks = plan.tasks / key_tasks;
   const int64_t partial_size = Worker::partial_size(p, plan.rows_per_task);
-  const auto memory = std::make_unique_for_overwrite<T[]>(static_cast<size_t>(plan.tasks * partial_size));
-  const auto partial = [&](int64_t task) {
-    return Worker::partial_at(p, memory.get() + task * partial_size, plan.rows_per_task);
-  };
-  share_tasks(threads, plan.tasks, [&](auto&& next) {
+  const auto memory =
+      std::make_unique_for_overwrite<T[]>(static_cast<size_t>(row_tasks * plan.segments * partial_size));
+  const auto open_tasks = std::make_unique<std::atomic<int64_t>[]>(static_cast<size_t>(row_tasks));
+  for (int64_t n = 0; n < row_tasks; ++n) open_tasks[static_cast<size_t>(n)] = key_tasks;
+  share_tasks(threads, ceil_div(plan.tasks, plan.tasks_per_grab), [&](auto&& next) {
     Worker worker(p, plan);
-    for (int64_t task; (task = next()) >= 0;) {
-      const int64_t rows = task / plan.segments, segment = task % plan.segments;
-      const Place at = place_of(rows / plan.row_tasks, rows % plan.row_tasks);
-      worker.compute_partial(at.b, at.hkv, at.row_begin, at.row_end, segment, partial(task));
-    }
-  });
-  share_tasks(threads, plan.tasks / plan.segments, [&](auto&& next) {
-    Worker worker(p, plan);
-    std::vector<typename Worker::Partial> partials(static_cast<size_t>(plan.segments));
-    for (int64_t rows; (rows = next()) >= 0;) {
-      const Place at = place_of(rows / plan.row_tasks, rows % plan.row_tasks);
-      for (int64_t s = 0; s < plan.segments; ++s) partials[static_cast<size_t>(s)] = partial(rows * plan.segments + s);
-      worker.merge_partials(at.b, at.hkv, at.row_begin, at.row_end, partials.data());
+    for (int64_t grab; (grab = next()) >= 0;) {
+      const int64_t end = std::min(plan.tasks, (grab + 1) * plan.tasks_per_grab);
+      for (int64_t task = grab * plan.tasks_per_grab; task < end; ++task) {
+        const int64_t rows = task / key_tasks, begin = task % key_tasks * plan.segments_per_task;
+        const Place at = place_of(rows / plan.row_tasks, rows % plan.row_tasks);
+        const auto partials = [&](int64_t segment) {
+          T* partial = memory.get() + (rows * plan.segments + segment) * partial_size;
+          return Worker::partial_at(p, partial, plan.rows_per_task);
+        };
+        worker.compute_partials(at.b, at.hkv, at.row_begin, at.row_end, begin,
+                                std::min(begin + plan.segments_per_task, plan.segments), partials);
+        if (open_tasks[static_cast<size_t>(rows)].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+          worker.merge_partials(at.b, at.hkv, at.row_begin, at.row_end, partials);
+        }
+      }
     }
   });
 }

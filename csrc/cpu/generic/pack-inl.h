@@ -37,6 +37,13 @@ struct EvenRows {
   const char* operator[](int64_t r) const { return first + r * stride; }
 };
 
+// Whether rows lie evenly apart. Every one is looked at: pages between the first and the last may have changed places.
+inline bool evenly_apart(const char* const* rows, int64_t count) {
+  bool even = true;
+  for (int64_t r = 2; r < count; ++r) even &= rows[r] - rows[r - 1] == rows[1] - rows[0];
+  return even;
+}
+
 inline constexpr int64_t round_up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Finds out whether any number passed to see() was NaN or Inf: 0·x is NaN then, and stays in the sum. Two sums, so that

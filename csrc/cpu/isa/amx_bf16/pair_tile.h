@@ -27,6 +27,50 @@ struct PairTile {
     });
   }
 
+  // Rows of v are a right factor as they lie, too, for few rows of weights. A pair is two neighbouring features of one key
+  // then, and weights with a zero beside them, (w, 0) in rows 0 to 7 of A and (0, w) in rows 8 to 15, make rows of even
+  // features of C and rows of odd ones. The keys of even number come first and those of odd number after them: so a sum
+  // has the bits that packed pairs of keys give it. Both features of a pair are lost where one is NaN or Inf (0 · Inf).
+  //
+  // C[n][16][16] = the products of kDepth keys, `stride` numbers apart, and 32 features, for up to two such panels of them.
+  // A: one tile for each half of the keys.
+  static constexpr int kSpreadRows = amx::kTileRows / 2;
+  static constexpr int kSpreadTile = amx::kTileRows * amx::kTileDepth;
+  static constexpr int kSpreadSums = amx::kTileRows * amx::kTileColumns;
+  template <int panels, class... Asked>
+  static void multiply_spread(const bf16* a, const bf16* v, int64_t stride, float* c, Asked... ahead) {
+    static_assert(panels == 1 || panels == 2);
+    amx::zero<0>();
+    if constexpr (panels > 1) amx::zero<1>();
+    multiply_half<4, panels>(a, v, stride, 0, ahead...);
+    multiply_half<5, panels>(a + kSpreadTile, v + stride, stride, panels, ahead...);
+    constexpr int64_t kSums = amx::kTileColumns * sizeof(float);
+    amx::store<0>(c, kSums);
+    if constexpr (panels > 1) amx::store<1>(c + kSpreadSums, kSums);
+  }
+
+  // C[16][16] = rows of A by a factor B of up to 4 steps, which stays in registers 4 to 7 from hold on. Two of these may
+  // be under way, c = 0 and 1.
+  static constexpr int kHeldSteps = 4;
+  template <int steps>
+  static void hold(const Word<bf16>* b, int64_t ldb) {
+    each_of<steps>(
+        [&]<int s>() { amx::load<4 + s>(b + s * amx::kTileRows * ldb, ldb * static_cast<int64_t>(sizeof *b)); });
+  }
+  template <int steps, int c, class... Asked>
+  static void multiply_by_held(const bf16* a, int64_t lda, float* sums, Asked... ahead) {
+    amx::zero<c>();
+    each_of<steps>([&]<int s>() {
+      amx::load<2 + s % 2>(a + s * kDepth, lda * static_cast<int64_t>(sizeof *a));
+      amx::multiply_add<c, 2 + s % 2, 4 + s>();
+      (ahead.ask(s), ...);
+    });
+    amx::store<c>(sums, amx::kTileColumns * static_cast<int64_t>(sizeof *sums));
+  }
+
+  // Bytes of k or v that a tile holds: what is asked for at a time. In one stroke it would keep the loads waiting.
+  static constexpr int kAsked = amx::kTileRows * 64;
+
   // The sums of MT × NT tiles, in registers 0 to 3 from begin to end; 4 and 5 are those of A, 6 and 7 of B.
   template <int MT, int NT>
   struct Sums {
@@ -43,9 +87,7 @@ struct PairTile {
       });
     }
 
-    // The products of kDepth numbers of A's rows. What is given as `ahead` is asked for on the way, kAsked bytes with every
-    // tile of A: in one stroke they would keep the loads waiting.
-    static constexpr int kAsked = amx::kTileRows * 64;
+    // The products of kDepth numbers of A's rows. What is given as `ahead` is asked for on the way, with every tile of A.
     template <class... Asked>
     static void add(const bf16* a, int64_t lda, const Word<bf16>* b, int64_t ldb, Asked... ahead) {
       amx::load<6>(b, ldb * kSize);
@@ -84,6 +126,25 @@ struct PairTile {
     } else {
       vecs > 1 ? f(Sums<1, 2>()) : f(Sums<1, 1>());
     }
+  }
+
+ private:
+  template <int count, class F>
+  [[gnu::always_inline]] static void each_of(F&& f) {
+    [&]<int... n>(std::integer_sequence<int, n...>) { (f.template operator()<n>(), ...); }
+    (std::make_integer_sequence<int, count>());
+  }
+
+  // C += the products of every second key, from the first on.
+  template <int A, int panels, class... Asked>
+  static void multiply_half(const bf16* a, const bf16* v, int64_t stride, int64_t step, Asked... ahead) {
+    constexpr int64_t kSize = sizeof(bf16);
+    amx::load<A>(a, amx::kTileDepth * kSize);
+    each_of<panels>([&]<int n>() {
+      amx::load<6 + n>(v + n * amx::kTileDepth, 2 * stride * kSize);
+      amx::multiply_add<n, A, 6 + n>();
+      (ahead.ask(step + n), ...);
+    });
   }
 };
 

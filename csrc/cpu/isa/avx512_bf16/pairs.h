@@ -34,6 +34,36 @@ struct Pairs {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(second), _mm512_extracti64x4_epi64(apart, 1));
   }
 
+  // Both numbers of the words with a zero beside them: (first, 0), (0, first), (second, 0), (0, second).
+  static void spread(V words, V (&to)[4]) {
+    const __m512i bits = _mm512_castps_si512(words.v);
+    to[0].v = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0xffff)));
+    to[1].v = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    to[2].v = _mm512_castsi512_ps(_mm512_srli_epi32(bits, 16));
+    to[3].v = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+
+  // Numbers of even and of odd place among 32, and back.
+  static void unzip(const float* from, V& even, V& odd) {
+    const __m512i places = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + 16);
+    even.v = _mm512_permutex2var_ps(low, places, high);
+    odd.v = _mm512_permutex2var_ps(low, _mm512_add_epi32(places, _mm512_set1_epi32(1)), high);
+  }
+  static void zip(V even, V odd, float* to) {
+    const __m512i places = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    _mm512_storeu_ps(to, _mm512_permutex2var_ps(even.v, places, odd.v));
+    _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(even.v, _mm512_add_epi32(places, _mm512_set1_epi32(8)), odd.v));
+  }
+
+  // Subnormal numbers become zeros of their sign, as in the sums of the instructions.
+  static V without_subnormals(V x) {
+    const __m512i bits = _mm512_castps_si512(x.v);
+    const __mmask16 tiny = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
+    const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000u));
+    return {_mm512_castsi512_ps(_mm512_mask_and_epi32(bits, tiny, bits, sign))};
+  }
+
   // 32 numbers rounded to nearest even, subnormal ones to zero, one after the other.
   static void narrow(V first, V second, bf16* to) {
 #if defined(ATTN_EXT_EMULATE_AVX512)
