@@ -23,14 +23,14 @@ bool has_f16c() {
 }
 
 #if defined(__linux__)
-// Whether the CPU multiplies bf16 tiles and the OS keeps them.
+// Whether the CPU multiplies tiles of bf16 and of bytes (there is none that does only one) and the OS keeps them.
 bool knows_tiles() {
-  constexpr unsigned kTiles = 1u << 24, kBf16 = 1u << 22, kSavedByOs = 1u << 27;
+  constexpr unsigned kTiles = 1u << 24, kBf16 = 1u << 22, kBytes = 1u << 25, kSavedByOs = 1u << 27;
   constexpr unsigned kTileConfigAndData = 3u << 17;  // of XCR0
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx & kSavedByOs) == 0) return false;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  if ((edx & (kTiles | kBf16)) != (kTiles | kBf16)) return false;
+  if ((edx & (kTiles | kBf16 | kBytes)) != (kTiles | kBf16 | kBytes)) return false;
   unsigned low = 0, high = 0;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (low & kTileConfigAndData) == kTileConfigAndData;

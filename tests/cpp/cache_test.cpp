@@ -387,22 +387,30 @@ TensorView numbers(std::vector<float>& x, int64_t heads, int64_t rows) {
 TEST(cache, int8_holds_rounded_numbers_and_attends_to_those) {
   struct Rows {
     DType dtype;
-    int64_t count;
+    int64_t count, Hq = 4, D = 24, Dv = 40;
   };
+  int64_t number = 0;
   for (const Rows& of :
        {Rows{DType::float32, 1}, Rows{DType::float32, 20}, Rows{DType::float64, 1}, Rows{DType::float64, 20},
-        Rows{DType::bfloat16, 1}, Rows{DType::bfloat16, 8}, Rows{DType::bfloat16, 9}, Rows{DType::bfloat16, 20}}) {
+        Rows{DType::bfloat16, 1}, Rows{DType::bfloat16, 8}, Rows{DType::bfloat16, 9}, Rows{DType::bfloat16, 20},
+        // Of one head of keys: 1 to 10 rows, whole tiles of 64 features, and what is left of them.
+        Rows{DType::bfloat16, 1, 2, 64, 64}, Rows{DType::bfloat16, 2, 4, 128, 128},
+        Rows{DType::bfloat16, 1, 10, 80, 100}, Rows{DType::bfloat16, 2, 8, 128, 192},
+        Rows{DType::bfloat16, 1, 6, 192, 1}, Rows{DType::bfloat16, 1, 8, 256, 200},
+        Rows{DType::bfloat16, 1, 10, 256, 64}, Rows{DType::bfloat16, 2, 10, 64, 64}}) {
+    if (!due(number++)) continue;
     const DType dtype = of.dtype;
     const int64_t rows = of.count;
+    const bool few = of.Hq / 2 * rows <= 32;
     const bool is_double = dtype == DType::float64, is_bf16 = dtype == DType::bfloat16;
     Case c{.name = "int8",
            .dtype = dtype,
-           .Hq = 4,
+           .Hq = of.Hq,
            .Hkv = 2,
            .Lq = rows,
            .Lk = 300,
-           .D = 24,
-           .Dv = 40,
+           .D = of.D,
+           .Dv = of.Dv,
            .causal = Causal::bottom_right};
     const Problem problem(c);
     Case exact = c;  // holds what the cache stands for
@@ -473,13 +481,34 @@ TEST(cache, int8_holds_rounded_numbers_and_attends_to_those) {
       }
       p.total_lengths = &c.Lk;
       p.out = f.out.view();
+      const TensorView lse = f.lse.view();
+      p.lse = {lse.data, lse.stride_b1, lse.stride_h};
       cpu::kernels().forward(p, threads(2));
       Tensor sums;
-      const Tensor want = reference_forward(dequantised, &sums).out;
-      if (is_bf16) {  // the weights are rounded to bf16, or out only
-        check_close("out", f.out, want, {.relative = 0x1p-8, .of_sum = 0x1p-8}, &sums);
+      const Forward want = reference_forward(dequantised, &sums);
+      check_close("lse", f.lse, want.lse, {.relative = 2e-6, .absolute = 2e-6});
+      if (is_bf16) {  // the weights of many rows are rounded to bf16, of few rows out only
+        check_close("out", f.out, want.out, {.relative = 0x1p-8, .of_sum = few ? 1e-5 : 0x1p-8}, &sums);
       } else {
-        check_close("out", f.out, want, {.relative = 1e-5, .of_sum = 1e-5, .absolute = 1e-6});
+        check_close("out", f.out, want.out, {.relative = 1e-5, .of_sum = 1e-5, .absolute = 1e-6});
+      }
+
+      // A query that holds NaN: its row is NaN, the others are what they were.
+      if (is_bf16) {
+        Problem nan(c);
+        nan.q.set(0, 0, c.Hq - 1, rows - 1, c.D - 1, kNaN);
+        Tensor beside = problem.like_queries(c.Dv, kNaN);
+        p.q = nan.q.view();
+        p.out = beside.view();
+        p.lse = {};
+        cpu::kernels().forward(p, threads(2));
+        beside.for_each([&](int64_t, int64_t, int64_t h, int64_t i, int64_t d) {
+          const double got = beside.get(0, 0, h, i, d), without = f.out.get(0, 0, h, i, d);
+          const bool right = h == c.Hq - 1 && i == rows - 1 ? std::isnan(got) : got == without;
+          CHECK(right, "[%d][%d][%d] is %g beside NaN, %g without", static_cast<int>(h), static_cast<int>(i),
+                static_cast<int>(d), got, without);
+        });
+        p.q = problem.q.view();
       }
 
       // The last key's scales are NaN: the last row is, and no other.

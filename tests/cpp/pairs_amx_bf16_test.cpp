@@ -3,8 +3,11 @@
 
 #include "cpu/isa/avx512/intrinsics.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstdlib>
+#include <iterator>
+#include <limits>
 
 #include "bf16_model.h"
 #include "cpu/generic/std_headers.h"
@@ -170,6 +173,62 @@ void check_instruction(bool hardware) {
   check_both(x, hardware);
 }
 
+// Bytes: sums of 64 products, whole numbers that wrap round.
+struct ByteTiles {
+  int8_t a[amx::kTileRows][64], b[amx::kTileRows][64];
+  int32_t c[amx::kTileRows][amx::kTileColumns];
+};
+
+void check_byte_tiles(const char* what, const ByteTiles& x, const int32_t (&got)[amx::kTileRows][amx::kTileColumns]) {
+  for (int m = 0; m < amx::kTileRows; ++m) {
+    for (int n = 0; n < amx::kTileColumns; ++n) {
+      int64_t want = x.c[m][n];
+      for (int k = 0; k < 64; ++k) want += int64_t{x.a[m][k]} * x.b[k / 4][4 * n + k % 4];
+      CHECK(got[m][n] == static_cast<int32_t>(want), "%s: [%d][%d] is %d, not %d", what, m, n, got[m][n],
+            static_cast<int32_t>(want));
+    }
+  }
+}
+
+void check_byte_instruction(bool hardware) {
+  Random random(6);
+  ByteTiles x;
+  for (int n = 0; n < 20; ++n) {
+    const bool extreme = n % 4 == 0;  // ±128 only, and sums near the largest
+    const auto byte = [&] {
+      return static_cast<int8_t>(extreme ? (random.below(2) ? -128 : 127) : random.below(256) - 128);
+    };
+    for (auto& row : x.a) std::generate(std::begin(row), std::end(row), byte);
+    for (auto& row : x.b) std::generate(std::begin(row), std::end(row), byte);
+    for (auto& row : x.c) {
+      for (int32_t& sum : row)
+        sum = extreme ? std::numeric_limits<int32_t>::max() - random.below(9) : random.below(9999) - 5000;
+    }
+    int32_t got[amx::kTileRows][amx::kTileColumns];
+    {
+      using namespace amx::emulated;
+      const Session session;
+      load<1>(x.c, 64);
+      load<2>(x.a, 64);
+      load<6>(x.b, 64);
+      multiply_add_bytes<1, 2, 6>();
+      store<1>(got, 64);
+    }
+    check_byte_tiles("emulated", x, got);
+    if (!hardware) continue;
+    {
+      using namespace amx::hardware;
+      const Session session;
+      load<1>(x.c, 64);
+      load<2>(x.a, 64);
+      load<6>(x.b, 64);
+      multiply_add_bytes<1, 2, 6>();
+      store<1>(got, 64);
+    }
+    check_byte_tiles("the CPU", x, got);
+  }
+}
+
 }  // namespace
 }  // namespace attn_ext::cpu::amx_bf16
 
@@ -181,6 +240,7 @@ TEST(pairs, tiles) {
   const bool hardware = attn_ext::test::isa_runs("amx_bf16");
 #endif
   attn_ext::cpu::amx_bf16::check_instruction(hardware);
+  attn_ext::cpu::amx_bf16::check_byte_instruction(hardware);
 }
 
 TEST(pairs, amx_bf16) {

@@ -60,6 +60,7 @@ class ForwardWorker {
         plan_(plan),
         units_(p),
         padded_dv_(round_up_to(p.Dv, N)),
+        bytes_(multiplies_bytes(p, plan.rows_per_task)),
         direct_keys_(reads_keys_as_they_lie(p, plan.rows_per_task)),
         by_panel_(direct_keys_ || (!kTilesRunBeside && plan.rows_per_task <= kRowBlock)),
         direct_(reads_values_as_they_lie(p, plan.rows_per_task)),
@@ -96,6 +97,16 @@ class ForwardWorker {
     finish(total);
   }
 
+  // Whether so many rows and an int8 cache are multiplied as bytes: forward_bytes-inl.h.
+  static bool multiplies_bytes(const ForwardParams& p, int64_t rows) {
+    if constexpr (Products::kBytesAsTheyLie) {
+      using Bytes = typename Products::Bytes;
+      return p.k.dtype == DType::int8 && rows <= Bytes::kRows &&
+             ceil_div(rows, Bytes::kGroup) * ceil_div(p.D, Bytes::kDepth) <= Bytes::kHeldTiles;
+    }
+    return false;
+  }
+
   // The same rows, segments [begin, end) of keys, each into its partial: partials(s).
   template <class Partials>
   void compute_partials(int64_t b, int64_t hkv, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
@@ -119,7 +130,10 @@ class ForwardWorker {
 
  private:
   static bool reads_keys_as_they_lie(const ForwardParams& p, int64_t rows) {
-    if constexpr (Products::kPairs) return Products::kKeysAsTheyLie && rows <= kDirectRows;
+    if constexpr (Products::kPairs) {
+      return Products::kKeysAsTheyLie && rows <= kDirectRows &&
+             (p.k.dtype == DType::bfloat16 || multiplies_bytes(p, rows));
+    }
     return rows <= kDirectKeyRows && direct_keys_layout<T>(p.k, p.D);
   }
 
@@ -152,7 +166,7 @@ class ForwardWorker {
       turned_scores_ = carve.take<T>(direct_keys_ ? kDirectKeys * N : 0);
       if constexpr (Products::kKeysAsTheyLie) {
         using Tile = typename Products::Tile;
-        const bool spreads = direct_keys_ && plan_.rows_per_task <= Tile::kSpreadRows;
+        const bool spreads = direct_keys_ && !bytes_ && plan_.rows_per_task <= Tile::kSpreadRows;
         const int64_t size = spreads ? keys / Products::kDepth * 2 * Tile::kSpreadTile : 0;
         spread_weights_ = carve.take<Left>(size);
         if (base && size > 0)
@@ -160,6 +174,7 @@ class ForwardWorker {
         spread_sums_ = carve.take<T>(spreads ? 2 * kSpreadPanels * Tile::kSpreadSums : 0);
       }
     }
+    if constexpr (Products::kBytesAsTheyLie) layout_bytes(carve, base != nullptr);
     k_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
     v_scales_ = carve.take<T>(p_.scales.k ? keys : 0);
     scores_ = carve.take<T>(block_rows * scores_stride_);
@@ -452,6 +467,7 @@ class ForwardWorker {
   void multiply_keys_by_held_queries(int64_t rows, int64_t from, int64_t to);
   void turn_scores(const T* turned, int64_t stride, int64_t rows, int64_t j);
   void turn_queries();
+  void clear_hidden_weights(const Strip& strip, int64_t first_row);
   void multiply_pairs_of_values(Strips strips, bool exclude_hidden, Partial t);
   void multiply_values_while_packing(const Strip& strip, int64_t from, int64_t to, int64_t column, bool exclude_hidden,
                                      Partial t);
@@ -460,6 +476,22 @@ class ForwardWorker {
   template <int R, int panels>
   bool multiply_spread_weights(const Strip& strip, int64_t from, int64_t to, int64_t column, Partial t);
   void add_visible_specials(const Strip& strip, int64_t first, Partial t);
+
+  // Of int8 caches as bytes: forward_bytes-inl.h.
+  struct SomeBytes {
+    const int8_t* first;
+    int64_t stride;
+  };
+  void layout_bytes(Carver& carve, bool exists);
+  void split_queries();
+  SomeBytes bytes_as_they_lie(const TensorView& view, const char* const* rows, int64_t count, int64_t width);
+  template <int steps, int groups>
+  void multiply_keys_of_bytes(int64_t rows, int64_t from, int64_t to);
+  void multiply_keys_of_bytes(int64_t rows, int64_t from, int64_t to);
+  void multiply_values_of_bytes(const Strip& strip, Partial t);
+  template <int panels, int groups>
+  void multiply_values_of_bytes(const Strip& strip, int64_t column, Partial t);
+  static void add_sums_of_bytes(const int32_t* sums, T unit, int64_t columns, T* acc);
 
   // As scores_stride_.
   int64_t weights_stride() const { return keys_capacity_ + kPanelKeys; }
@@ -670,6 +702,7 @@ class ForwardWorker {
   const ForwardPlan& plan_;
   const ScoreUnits<T> units_;
   const int64_t padded_dv_;
+  const bool bytes_;               // an int8 cache is multiplied as bytes
   const bool direct_keys_;         // k is read as it lies
   const bool by_panel_;            // or it is packed a panel at a time, when its turn comes
   const bool direct_;              // v is
@@ -694,12 +727,18 @@ class ForwardWorker {
   uint8_t* hidden_ = nullptr;  // [kRowBlock][keys]
   // Of products of pairs only: the weights, rounded; and where k is read as it lies, q turned, keys that do not lie
   // evenly, and the scores before they are turned.
-  Left* weights_ = nullptr;         // [kRowBlock][weights_stride()]
-  Right* turned_q_ = nullptr;       // [D][kPanelKeys]
-  Left* some_keys_ = nullptr;       // [kDirectKeys][D]
-  Left* spread_weights_ = nullptr;  // [keys / 32][2 tiles][2 · kSpreadRows][32]
-  T* spread_sums_ = nullptr;        // [2][kSpreadPanels][2 · kSpreadRows][N]
-  T* turned_scores_ = nullptr;      // [kDirectKeys][N], or half the keys and twice the rows
+  Left* weights_ = nullptr;          // [kRowBlock][weights_stride()]
+  Right* turned_q_ = nullptr;        // [D][kPanelKeys]
+  Left* some_keys_ = nullptr;        // [kDirectKeys][D]
+  Left* spread_weights_ = nullptr;   // [keys / 32][2 tiles][2 · kSpreadRows][32]
+  T* spread_sums_ = nullptr;         // [2][kSpreadPanels][2 · kSpreadRows][N]
+  int8_t* digit_q_ = nullptr;        // [kHeldTiles][16][64]
+  int8_t* digit_weights_ = nullptr;  // [2][2 groups][3 digits][16][64]
+  int8_t* some_bytes_ = nullptr;     // [16][D or Dv]
+  int32_t* digit_sums_ = nullptr;    // [6][16][16]
+  T* q_units_ = nullptr;             // [kRows]: what a digit of 1 stands for; NaN for a row without digits
+  T* largest_weights_ = nullptr;     // [kRows], likewise
+  T* turned_scores_ = nullptr;       // [kDirectKeys][N], or half the keys and twice the rows
 
   Scratch scratch_;
   Requests requests_;

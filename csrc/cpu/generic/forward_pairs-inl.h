@@ -108,6 +108,9 @@ void ForwardWorker<Products>::multiply_values_panel(const Strip& strip, int64_t 
 template <class Products>
 void ForwardWorker<Products>::multiply_keys_as_they_lie(int64_t rows, int64_t from, int64_t to) {
   using Tile = typename Products::Tile;
+  if constexpr (Products::kBytesAsTheyLie) {
+    if (bytes_) return multiply_keys_of_bytes(rows, from, to);
+  }
   if (rows > N) return multiply_keys_as_they_lie<typename Tile::template Sums<2, 2>, 2>(rows, from, to);
   switch (Products::depth(p_.D) / Products::kDepth) {
     case 1:
@@ -155,7 +158,20 @@ void ForwardWorker<Products>::multiply_keys_as_they_lie(int64_t rows, int64_t fr
   }
 }
 
-// A tile's scores are turned while the next tile is multiplied: what a tile stores cannot be loaded at once.
+// Calls multiply<c>(j) for every tile of keys in [from, to), c = 0 and 1 in turns, and turn<c>(j) after the next tile was
+// begun: what a tile stores cannot be loaded at once.
+template <int64_t keys, class Multiply, class Turn>
+inline void one_tile_late(int64_t from, int64_t to, Multiply&& multiply, Turn&& turn) {
+  for (int64_t j = from; j < to; j += 2 * keys) {
+    multiply.template operator()<0>(j);
+    if (j > from) turn.template operator()<1>(j - keys);
+    if (j + keys < to) multiply.template operator()<1>(j + keys);
+    turn.template operator()<0>(j);
+  }
+  const int64_t last = from + (to - from - 1) / keys * keys;
+  if ((last - from) / keys % 2 == 1) turn.template operator()<1>(last);
+}
+
 template <class Products>
 template <int steps>
 void ForwardWorker<Products>::multiply_keys_by_held_queries(int64_t rows, int64_t from, int64_t to) {
@@ -163,19 +179,14 @@ void ForwardWorker<Products>::multiply_keys_by_held_queries(int64_t rows, int64_
   constexpr int64_t kKeys = N;
   Tile::template hold<steps>(turned_q_, N);
   const auto ahead = requests_.template beside<Tile::kAsked>(ceil_div(to - from, kKeys) * steps);
-  const auto multiply = [&]<int c>(int64_t j) {
-    const SomeKeys keys = keys_as_they_lie(j, std::min(kKeys, to - j), kKeys);
-    Tile::template multiply_by_held<steps, c>(keys.first, keys.stride, turned_scores_ + c * kKeys * N,
-                                              ahead.from((j - from) / kKeys * steps));
-  };
-  for (int64_t j = from; j < to; j += 2 * kKeys) {
-    multiply.template operator()<0>(j);
-    if (j > from) turn_scores(turned_scores_ + kKeys * N, N, rows, j - kKeys);
-    if (j + kKeys < to) multiply.template operator()<1>(j + kKeys);
-    turn_scores(turned_scores_, N, rows, j);
-  }
-  const int64_t last = from + (to - from - 1) / kKeys * kKeys;
-  if ((last - from) / kKeys % 2 == 1) turn_scores(turned_scores_ + kKeys * N, N, rows, last);
+  one_tile_late<kKeys>(
+      from, to,
+      [&]<int c>(int64_t j) {
+        const SomeKeys keys = keys_as_they_lie(j, std::min(kKeys, to - j), kKeys);
+        Tile::template multiply_by_held<steps, c>(keys.first, keys.stride, turned_scores_ + c * kKeys * N,
+                                                  ahead.from((j - from) / kKeys * steps));
+      },
+      [&]<int c>(int64_t j) { turn_scores(turned_scores_ + c * kKeys * N, N, rows, j); });
 }
 
 // Scores of N keys from j on, a row for each key, to where the rows of scores are.
@@ -196,6 +207,9 @@ void ForwardWorker<Products>::turn_scores(const T* turned, int64_t stride, int64
 
 template <class Products>
 void ForwardWorker<Products>::turn_queries() {
+  if constexpr (Products::kBytesAsTheyLie) {
+    if (bytes_) return split_queries();
+  }
   TensorView rows;
   rows.data = q_;
   rows.dtype = DType::bfloat16;
@@ -204,17 +218,30 @@ void ForwardWorker<Products>::turn_queries() {
   Products::pack_keys(rows, EvenRows(rows, reinterpret_cast<const char*>(q_)), rows_, p_.D, turned_q_);
 }
 
+// A hidden key's weight is 0 times the scale of its value, which may be NaN.
+template <class Products>
+void ForwardWorker<Products>::clear_hidden_weights(const Strip& strip, int64_t first_row) {
+  const int64_t from = strip.panel_begin * kPanelKeys, to = padded_keys(strip.panel_end);
+  for (int64_t r = strip.row_begin - first_row; r < strip.row_end - first_row; ++r) {
+    T* x = scores_ + r * scores_stride_;
+    for (int64_t j = from; j < to; ++j) x[j] = hidden_[r * scores_stride_ + j] ? T(0) : x[j];
+  }
+}
+
 // Step 4 over pairs of keys: the weights rounded to bf16, the values packed unless they were.
 template <class Products>
 void ForwardWorker<Products>::multiply_pairs_of_values(Strips strips, bool exclude_hidden, Partial t) {
   const int64_t ld = weights_stride(), first_row = strips[0].row_begin;
   for (const Strip& strip : strips) {
+    if (exclude_hidden && p_.scales.k) clear_hidden_weights(strip, first_row);
+  }
+  if constexpr (Products::kBytesAsTheyLie) {
+    if (bytes_) return multiply_values_of_bytes(strips[0], t);
+  }
+  for (const Strip& strip : strips) {
     const int64_t from = strip.panel_begin * kPanelKeys, to = padded_keys(strip.panel_end);
     for (int64_t r = strip.row_begin; r < strip.row_end && from < to; ++r) {
-      T* x = scores_ + (r - first_row) * scores_stride_;
-      if (exclude_hidden && p_.scales.k) {  // a hidden key's scale may be NaN
-        for (int64_t j = from; j < to; ++j) x[j] = hidden_[(r - first_row) * scores_stride_ + j] ? T(0) : x[j];
-      }
+      const T* x = scores_ + (r - first_row) * scores_stride_;
       Products::narrow(x + from, to - from, weights_ + (r - first_row) * ld + from);
     }
   }

@@ -39,6 +39,8 @@ struct PairProducts {
   static constexpr bool kPairs = true;
   static constexpr int kRows = PairTile::kRows;
   static constexpr bool kKeysAsTheyLie = PairTile::kKeysAsTheyLie;
+  static constexpr bool kBytesAsTheyLie = PairTile::kBytesAsTheyLie;
+  using Bytes = PairTile::Bytes;
   static constexpr int64_t kDepth = PairTile::kDepth;
 
   static constexpr int64_t padded_rows(int64_t rows) { return round_up_to(rows, PairTile::kRowMultiple); }
@@ -129,7 +131,7 @@ struct PairProducts {
     for (int64_t r = 0; r < count; ++r) load_left(view, rows[r], n, 1.0f, dst + r * depth(n));
   }
 
-  // Number d of a row of v.
+  // Number d of a row of k or v.
   static float number(const TensorView& view, const char* row, int64_t d) {
     if (view.dtype == DType::int8) return static_cast<float>(reinterpret_cast<const int8_t*>(row)[d * view.stride_d]);
     return to_float(reinterpret_cast<const bf16*>(row)[d * view.stride_d]);

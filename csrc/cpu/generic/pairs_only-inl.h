@@ -14,6 +14,7 @@
 #include "cpu/generic/pair_products-inl.h"
 #include "cpu/generic/forward-inl.h"
 #include "cpu/generic/forward_pairs-inl.h"
+#include "cpu/generic/forward_bytes-inl.h"
 #include "cpu/generic/backward-inl.h"
 #include "cpu/generic/backward_pairs-inl.h"
 #include "cpu/generic/weights-inl.h"
@@ -22,9 +23,12 @@
 namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
 
 void forward(const ForwardParams& p, const Parallel& parallel) {
-  // Where few rows read an int8 cache, making bf16 of its numbers costs more than the products save.
+  // Where few rows read an int8 cache, making bf16 of its numbers costs more than the products save. Fewer still are
+  // multiplied as bytes.
   constexpr int64_t kFewRows = 2 * Vec<float>::N;
-  const bool few_for_int8 = p.k.dtype == DType::int8 && p.Hq * p.Lq <= kFewRows * p.Hkv;
+  const int64_t rows = p.Hkv > 0 ? p.Hq / p.Hkv * p.Lq : 0;
+  const bool few_for_int8 =
+      p.k.dtype == DType::int8 && rows <= kFewRows && !ForwardWorker<PairProducts>::multiplies_bytes(p, rows);
   const bool in_pairs = p.q.dtype == DType::bfloat16 && !few_for_int8;
   in_pairs ? forward_of<PairProducts>(p, parallel) : avx512::forward(p, parallel);
 }

@@ -14,7 +14,7 @@ struct VectorProducts {
   using T = Number;
   using Left = T;
   using Right = T;
-  static constexpr bool kPairs = false, kKeysAsTheyLie = false;
+  static constexpr bool kPairs = false, kKeysAsTheyLie = false, kBytesAsTheyLie = false;
   static constexpr int kRows = kTileRows<T>;  // of a product at a time
   struct Session {};                          // what a thread must hold while it multiplies
 

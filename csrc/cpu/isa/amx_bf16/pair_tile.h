@@ -1,6 +1,8 @@
 // Products of bf16 matrices by AMX's tiles: see generic/pair_products-inl.h. Included inside the target region.
 #pragma once
 
+#include "cpu/isa/amx_bf16/byte_tile.h"
+
 namespace attn_ext::cpu::amx_bf16 {
 namespace {
 
@@ -10,6 +12,10 @@ struct PairTile {
   static constexpr int kDepth = amx::kTileDepth;       // A and B hold zeros up to the next multiple of it
   // Rows of k are a left factor as they lie: k · qᵀ has the bits of q · kᵀ.
   static constexpr bool kKeysAsTheyLie = true;
+
+  // And so are rows of an int8 cache.
+  static constexpr bool kBytesAsTheyLie = true;
+  using Bytes = ByteTile;
 
   using Session = amx::Session;
 

@@ -1,10 +1,11 @@
 // The tile registers of AMX: eight of 16 rows × 64 bytes, and the instruction that multiplies two of them.
 //
 //   C[m][n] += Σ_k A[m][2k] · B[k][2n]  +  Σ_k A[m][2k+1] · B[k][2n+1]     bf16 in A and B, fp32 in C
+//   C[m][n] += Σ_k Σ_{b<4} A[m][4k+b] · B[k][4n+b]                        int8 in A and B, int32 in C
 //
-// The two sums begin at 0, each is a chain of fused multiply-adds over k in rising order, and their sum is added to C.
+// Of bf16 the two sums begin at 0, each is a chain of fused multiply-adds over k in rising order, and their sum is added to C.
 // Subnormal numbers count as zeros, and are stored as zeros; rounding is to nearest even whatever the thread's state says.
-// (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS.)
+// (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS and TDPBSSD.)
 //
 // With ATTN_EXT_EMULATE_AMX the kernels get the same in plain C++, bit by bit, for machines without it and for the
 // sanitizers, which do not see what these instructions read and write.
@@ -63,6 +64,12 @@ template <int T>
 template <int C, int A, int B>
 [[gnu::always_inline]] inline void multiply_add() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+// As multiply_add, of bytes with a sign.
+template <int C, int A, int B>
+[[gnu::always_inline]] inline void multiply_add_bytes() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 }  // namespace hardware
@@ -148,6 +155,29 @@ template <int C, int A, int B>
 void multiply_add() {
   Registers& r = registers();
   multiply_add(r.bytes[C], r.bytes[A], r.bytes[B]);
+}
+
+inline void multiply_add_bytes(unsigned char (&c)[kTileRows][64], const unsigned char (&a)[kTileRows][64],
+                               const unsigned char (&b)[kTileRows][64]) {
+  for (int m = 0; m < kTileRows; ++m) {
+    uint32_t sums[kTileColumns];  // they wrap round
+    std::memcpy(sums, c[m], sizeof sums);
+    for (int n = 0; n < kTileColumns; ++n) {
+      for (int k = 0; k < kTileRows; ++k) {
+        for (int i = 0; i < 4; ++i) {
+          const int left = static_cast<int8_t>(a[m][4 * k + i]), right = static_cast<int8_t>(b[k][4 * n + i]);
+          sums[n] += static_cast<uint32_t>(left * right);
+        }
+      }
+    }
+    std::memcpy(c[m], sums, sizeof sums);
+  }
+}
+
+template <int C, int A, int B>
+void multiply_add_bytes() {
+  Registers& r = registers();
+  multiply_add_bytes(r.bytes[C], r.bytes[A], r.bytes[B]);
 }
 
 }  // namespace emulated

@@ -12,6 +12,8 @@ struct PairTile {
   static constexpr int kRowMultiple = 1;         // A and C have just the rows that are asked for
   static constexpr int kDepth = 2;               // A and B hold zeros up to the next multiple of it
   static constexpr bool kKeysAsTheyLie = false;  // a row of k as the left factor would leave most of a vector of q idle
+  static constexpr bool kBytesAsTheyLie = false;
+  struct Bytes {};
 
   struct Session {};
 

@@ -59,7 +59,8 @@ struct Pairs {
   // Subnormal numbers become zeros of their sign, as in the sums of the instructions.
   static V without_subnormals(V x) {
     const __m512i bits = _mm512_castps_si512(x.v);
-    const __mmask16 tiny = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
+    const __m512i exponent = _mm512_and_si512(bits, _mm512_set1_epi32(0x7f800000));
+    const __mmask16 tiny = _mm512_cmpeq_epi32_mask(exponent, _mm512_setzero_si512());
     const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000u));
     return {_mm512_castsi512_ps(_mm512_mask_and_epi32(bits, tiny, bits, sign))};
   }
