@@ -528,6 +528,188 @@ TEST(cache, int8_holds_rounded_numbers_and_attends_to_those) {
   }
 }
 
+struct Int8Layout {
+  int64_t page = 0;                         // tokens; 0: all of them lie after one another
+  std::array<int64_t, 3> exchanged = {};    // of some pages, one and other lie in each other's place
+  int64_t stride_d = 1, more_in_a_row = 0;  // bytes
+
+  int64_t place_of(int64_t token) const {
+    const auto [some, one, other] = exchanged;
+    const int64_t of = page ? page : token + 1, n = token / of;
+    const bool is_one = some && n % some == one, is_other = some && n % some == other;
+    return (is_one ? n - one + other : is_other ? n - other + one : n) * of + token % of;
+  }
+  std::string text() const {
+    return "pages of " + std::to_string(page) + ", " + std::to_string(exchanged[1]) + " and " +
+           std::to_string(exchanged[2]) + " of " + std::to_string(exchanged[0]) + " exchanged, numbers " +
+           std::to_string(stride_d) + " apart, " + std::to_string(more_in_a_row) + " behind a row";
+  }
+};
+
+// Keys or values of two heads in an int8 cache: the same numbers and scales for a seed, wherever they lie. The memory
+// ends with the last one.
+struct Int8Rows {
+  static constexpr int64_t kHeads = 2;
+  std::vector<int8_t> data;
+  std::vector<float> scales;
+  int64_t page;
+  TensorView view;
+  Int8Layout layout;
+
+  Int8Rows(const Int8Layout& given, int64_t tokens, int64_t width, uint64_t seed)
+      : page(given.page ? given.page : tokens), layout(given) {
+    const int64_t row = width * layout.stride_d + layout.more_in_a_row, rows = tokens / page * page * kHeads;
+    data.assign(static_cast<size_t>((rows - 1) * row + (width - 1) * layout.stride_d + 1), int8_t{77});
+    scales.resize(static_cast<size_t>(rows));
+    view.data = data.data();
+    view.dtype = DType::int8;
+    view.stride_b1 = kHeads * page * row;
+    view.stride_h = page * row;
+    view.stride_l = row;
+    view.stride_d = layout.stride_d;
+    for (int64_t h = 0; h < kHeads; ++h) {
+      Random random(seed + static_cast<uint64_t>(h));
+      for (int64_t j = 0; j < tokens; ++j) {
+        scale(h, j) = static_cast<float>(random.uniform(0.005, 0.02));
+        int8_t* numbers = &data[static_cast<size_t>(row_of(h, j) * row)];
+        for (int64_t d = 0; d < width; ++d) {
+          numbers[d * layout.stride_d] = static_cast<int8_t>(random.below(255) - 127);
+        }
+      }
+    }
+  }
+
+  int64_t row_of(int64_t h, int64_t token) const {
+    const int64_t place = layout.place_of(token);
+    return (place / page * kHeads + h) * page + place % page;
+  }
+  float& scale(int64_t h, int64_t token) { return scales[static_cast<size_t>(row_of(h, token))]; }
+  TensorView scale_view() { return numbers(scales, kHeads, page); }
+};
+
+// The answer of queries to such keys and values, which take the place of the problem's own.
+Tensor forward_of_int8(const Problem& problem, Int8Rows& k, Int8Rows& v) {
+  const Case& c = problem.c;
+  Tensor out = problem.like_queries(c.Dv, kNaN);
+  ForwardParams p;
+  static_cast<AttentionParams&>(p) = problem.params();
+  p.k = k.view;
+  p.v = v.view;
+  p.scales.k = k.scale_view();
+  p.scales.v = v.scale_view();
+  p.total_lengths = &c.Lk;
+  std::vector<int32_t> table;
+  if (k.layout.page) {
+    for (int64_t j = 0; j < c.Lk; j += k.page) table.push_back(static_cast<int32_t>(k.layout.place_of(j) / k.page));
+    p.layout.page_size = k.page;
+    p.layout.block_table = table.data();
+    p.layout.table_stride = static_cast<int64_t>(table.size());
+  }
+  p.out = out.view();
+  cpu::kernels().forward(p, threads(1));
+  return out;
+}
+
+TEST(cache, int8_same_bits_wherever_the_rows_lie) {
+  int64_t number = 0;
+  const std::array<int64_t, 4> shapes[] = {
+      {1, 4, 64, 64}, {1, 8, 128, 128}, {2, 8, 128, 64}, {1, 4, 80, 100}, {1, 10, 128, 64}};  // rows, Hq, D, Dv
+  for (const auto& [rows, Hq, D, Dv] : shapes) {
+    const Case c{.name = "int8",
+                 .dtype = DType::bfloat16,
+                 .Hq = Hq,
+                 .Hkv = 2,
+                 .Lq = rows,
+                 .Lk = 300,
+                 .D = D,
+                 .Dv = Dv,
+                 .causal = Causal::bottom_right};
+    for (const Int8Layout& layout :
+         {Int8Layout{.more_in_a_row = 13}, Int8Layout{.stride_d = 2}, Int8Layout{.page = 1, .exchanged = {8, 3, 5}},
+          Int8Layout{.page = 8, .exchanged = {4, 1, 2}},
+          Int8Layout{.page = 16, .exchanged = {8, 2, 5}, .more_in_a_row = 64}}) {
+      if (!due(number++)) continue;
+      const Context context(c.text() + ", " + layout.text());
+      const Problem problem(c);
+      for_each_isa([&] {
+        const auto out_of = [&](const Int8Layout& of_k, const Int8Layout& of_v) {
+          const int64_t tokens = of_k.page ? 384 : c.Lk;
+          Int8Rows k(of_k, tokens, c.D, 1), v(of_v, tokens, c.Dv, 3);
+          return forward_of_int8(problem, k, v);
+        };
+        const Tensor plain = out_of({}, {});
+        check_same_bits("out", out_of(layout, layout), plain);
+        if (layout.page) return;
+        check_same_bits("out, k's layout", out_of(layout, {}), plain);
+        check_same_bits("out, v's layout", out_of({}, layout), plain);
+      });
+    }
+  }
+}
+
+// A value whose scale is infinite is one that the row holds; one number of q that dwarfs the others leaves them theirs;
+// the smallest numbers count as well.
+TEST(cache, int8_of_rare_numbers) {
+  for (const int64_t Hq : {2, 8, 10}) {
+    const Case c{.name = "int8",
+                 .dtype = DType::bfloat16,
+                 .Hq = Hq,
+                 .Hkv = 2,
+                 .Lq = 1,
+                 .Lk = 300,
+                 .D = 64,
+                 .Dv = 64,
+                 .causal = Causal::bottom_right};
+    const Context context(c.text());
+    for_each_isa([&] {
+      Problem problem(c);
+      Int8Rows k({}, c.Lk, c.D, 1), v({}, c.Lk, c.Dv, 3);
+      v.scale(0, 17) = std::numeric_limits<float>::infinity();
+      const Tensor out = forward_of_int8(problem, k, v);
+      v.scale(0, 17) = 0.01f;
+      const Tensor without = forward_of_int8(problem, k, v);
+      out.for_each([&](int64_t, int64_t, int64_t h, int64_t i, int64_t d) {
+        const int n = v.data[static_cast<size_t>(v.row_of(0, 17) * c.Dv + d)];
+        const double got = out.get(0, 0, h, i, d), wanted = n == 0 ? kNaN : std::copysign(HUGE_VAL, n);
+        const bool right = h >= c.Hq / 2 ? got == without.get(0, 0, h, i, d)
+                                         : got == wanted || (std::isnan(got) && std::isnan(wanted));
+        CHECK(right, "[%d][%d] is %g beside %d of infinite scale", static_cast<int>(h), static_cast<int>(d), got, n);
+      });
+
+      // The large number meets zeros: the scores, and with them out, are those of the others.
+      for (int64_t h = 0; h < Int8Rows::kHeads; ++h) {
+        for (int64_t j = 0; j < c.Lk; ++j) k.data[static_cast<size_t>(k.row_of(h, j) * c.D + 5)] = 0;
+      }
+      const auto set_fifth = [&](double x) {
+        for (int64_t h = 0; h < c.Hq; ++h) problem.q.set(0, 0, h, 0, 5, x);
+      };
+      set_fifth(0.0);
+      const Tensor others = forward_of_int8(problem, k, v);
+      set_fifth(64.0);
+      const Tensor dwarfed = forward_of_int8(problem, k, v);
+      const Tensor size = problem.like_queries(c.Dv, 1.0);
+      check_close("out", dwarfed, others, {.relative = 0x1p-7, .of_sum = 1e-4}, &size);
+
+      // Next to nothing in q weighs all keys alike; scales of v that are next to nothing make out as small.
+      Tensor tiny_q = problem.like_queries(c.D, 0x1p-120), zero_q = problem.like_queries(c.D, 0.0);
+      const auto out_for = [&](const Tensor& q) {
+        problem.q.for_each([&](int64_t b0, int64_t b1, int64_t h, int64_t i, int64_t d) {
+          problem.q.set(b0, b1, h, i, d, q.get(b0, b1, h, i, d));
+        });
+        return forward_of_int8(problem, k, v);
+      };
+      const Tensor mean = out_for(zero_q);
+      check_close("out", out_for(tiny_q), mean, {.relative = 0x1p-7, .of_sum = 1e-5}, &size);
+      for (float& x : v.scales) x *= 0x1p-110f;
+      Tensor small_mean = problem.like_queries(c.Dv, kNaN);
+      mean.for_each([&](int64_t b0, int64_t b1, int64_t h, int64_t i, int64_t d) {
+        small_mean.set(b0, b1, h, i, d, mean.get(b0, b1, h, i, d) * 0x1p-110);
+      });
+      check_close("out", out_for(zero_q), small_mean, {.relative = 0x1p-7, .of_sum = 1e-5 * 0x1p-110}, &size);
+    });
+  }
+}
+
 TEST(cache, a_row_with_nan_becomes_nan_and_a_row_of_zeros_stays) {
   for_each_isa([&] {
     const std::vector<float> rows = {0, 0, 0, 1, static_cast<float>(kNaN), 2, 1, std::numeric_limits<float>::infinity(),

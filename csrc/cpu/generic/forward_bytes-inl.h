@@ -62,10 +62,9 @@ void ForwardWorker<Products>::split_queries() {
       std::memset(columns, 0, sizeof columns);
       for (int64_t r = first; r < first + count; ++r) {
         if (!std::isfinite(q_units_[r])) continue;
-        const V to_whole = V::broadcast(units[r].to_whole);
         for (int64_t d = step * Bytes::kDepth; d < std::min(depth, (step + 1) * Bytes::kDepth); d += N) {
-          Bytes::split_numbers(V::load(q_ + r * depth + d) * to_whole, columns[r - first] + d % Bytes::kDepth,
-                               Bytes::kGroup * Bytes::kDepth);
+          Bytes::split_numbers(units[r].whole_numbers(V::load(q_ + r * depth + d)),
+                               columns[r - first] + d % Bytes::kDepth, Bytes::kGroup * Bytes::kDepth);
         }
       }
       V words[N];
@@ -196,7 +195,7 @@ void ForwardWorker<Products>::multiply_values_of_bytes(const Strip& strip, int64
   const auto spread = [&](int64_t j) {
     for (int64_t r = 0; r < strip.rows(); ++r) {
       if (!std::isfinite(largest_weights_[r])) continue;
-      const V x = V::load(scores_ + r * scores_stride_ + j) * V::broadcast(units[r].to_whole);
+      const V x = units[r].whole_numbers(V::load(scores_ + r * scores_stride_ + j));
       Bytes::spread(x, r % Bytes::kGroup, weights_of(j) + r / Bytes::kGroup * (Bytes::kDigits * Bytes::kTileBytes));
     }
   };
