@@ -1,4 +1,4 @@
-"""The speed table of the README, from a result file: printed, or put in place between its two markers."""
+"""A speed table of the README, from a result file: printed, or put in place between its two markers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from bench.attention import MARKS, MARKS_SENTENCE, microseconds, percent, rate
 from bench.common import BenchError, add_row_filter, clearly_faster, machine_line, read_json
 from bench.peers import ENGINES
 
-BEGIN = "<!-- speed-table:begin -->"
-END = "<!-- speed-table:end -->"
+NAME = "speed-table"
+
+
+def markers(name: str) -> tuple[str, str]:
+    """What stands before and after the table of that name."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+BEGIN, END = markers(NAME)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE.json")
     add_row_filter(parser)
     parser.add_argument("--write", metavar="README.md", help=f"replace what stands between {BEGIN} and {END}")
+    parser.add_argument("--name", default=NAME, help="another table's: what the two markers begin with")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     path = Path(options.write)
     try:
         page = path.read_text(encoding="utf-8")
-        path.write_text(replace_between_markers(page, text, options.write), encoding="utf-8")
+        path.write_text(replace_between_markers(page, text, options.name, options.write), encoding="utf-8")
     except OSError as error:
         raise BenchError(f"cannot rewrite {path}: {error.strerror}") from error
     print(f"{path}: speed table of {len(result['rows'])} rows written")
@@ -102,14 +110,15 @@ def ceilings_sentence(result: dict[str, Any]) -> str:
     return f"Ceilings in GFLOP/s: {mean['fma_fp32']:.0f} fp32, {mean['fma_fp64']:.0f} fp64, {bf16}. "
 
 
-def replace_between_markers(page: str, text: str, name: str) -> str:
-    """The page with `text` between the markers, in place of what stood there.
+def replace_between_markers(page: str, text: str, name: str, path: str) -> str:
+    """The page with `text` between the markers of that name, in place of what stood there.
 
     Raises:
         BenchError: a marker is missing, stands there twice, or the two are the wrong way round.
     """
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise BenchError(f"{name} must hold {BEGIN} and, after it, {END}, once each")
-    head, _, rest = page.partition(BEGIN)
-    tail = rest.partition(END)[2]
-    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
+    begin, end = markers(name)
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise BenchError(f"{path} must hold {begin} and, after it, {end}, once each")
+    head, _, rest = page.partition(begin)
+    tail = rest.partition(end)[2]
+    return f"{head}{begin}\n{text}\n{end}{tail}"

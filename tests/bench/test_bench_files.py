@@ -148,6 +148,23 @@ def test_write_replaces_only_what_stands_between_the_markers(tmp_path: Path) -> 
         assert "stale text" not in text and text.count("| fp32 |") == 1
 
 
+def test_a_page_can_hold_tables_of_several_machines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = saved(tmp_path / "a.json", made_up_row(SQUARE, 100.0, 250.0))
+    page = tmp_path / "README.md"
+    other, end = table.markers("speed-table-other")
+    page.write_text(f"{table.BEGIN}\nfirst\n{table.END}\n{other}\nsecond\n{end}\n", encoding="utf-8")
+    assert main(["table", result, "--write", str(page), "--name", "speed-table-other"]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith(f"{table.BEGIN}\nfirst\n{table.END}\n{other}\n| B,H,L,D") and "second" not in text
+    assert main(["table", result, "--write", str(page), "--name", "a third"]) == 2
+    assert (
+        "must hold <!-- a third:begin -->" in capsys.readouterr().err
+        and page.read_text(encoding="utf-8") == text
+    )
+
+
 @pytest.mark.parametrize(
     "page", ["no markers", f"{table.END}\n{table.BEGIN}", f"{table.BEGIN}\n{table.BEGIN}\n{table.END}"]
 )
