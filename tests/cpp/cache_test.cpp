@@ -735,6 +735,42 @@ TEST(cache, a_row_with_nan_becomes_nan_and_a_row_of_zeros_stays) {
   });
 }
 
+TEST(cache, int8_rounds_halves_to_even) {
+  const std::vector<double> row = {127,  0.5,  1.5, 2.5,  -0.5, -1.5, -2.5, 126.5,  -126.5, -127,
+                                   63.5, 64.5, 0,   -0.0, 1,    99,   0.49, -99.51, 100.5};  // of the scale, which is 1
+  const std::vector<int8_t> wanted = {127, 0, 2, 2, 0, -2, -2, 126, -126, -127, 64, 64, 0, 0, 1, 99, 0, -100, 100};
+  const auto D = static_cast<int64_t>(row.size());
+  for (const bool is_double : {false, true}) {
+    const std::vector<float> single(row.begin(), row.end());
+    for (const int64_t stride : {1, 3}) {
+      for_each_isa([&] {
+        std::vector<int8_t> x(static_cast<size_t>((D - 1) * stride + 1), int8_t{5});
+        std::vector<float> scale(1);
+        AppendParams p;
+        p.batch = p.heads = p.n = 1;
+        p.D = D;
+        p.from.data =
+            is_double ? static_cast<void*>(const_cast<double*>(row.data())) : const_cast<float*>(single.data());
+        p.from.dtype = is_double ? DType::float64 : DType::float32;
+        p.from.stride_d = 1;
+        p.to.data = x.data();
+        p.to.dtype = DType::int8;
+        p.to.stride_d = stride;
+        p.scale = numbers(scale, 1, 1);
+        const int64_t zero = 0;
+        p.positions = &zero;
+        cpu::kernels().append(p, threads(1));
+        CHECK(scale[0] == 1, "scale %g", scale[0]);
+        for (size_t d = 0; d < x.size(); ++d) {
+          const auto at = static_cast<int64_t>(d);
+          const int8_t number = at % stride ? int8_t{5} : wanted[static_cast<size_t>(at / stride)];
+          CHECK(x[d] == number, "byte %zu is %d, not %d", d, x[d], number);
+        }
+      });
+    }
+  }
+}
+
 TEST(cache, rotary_turns_pairs_by_their_positions) {
   constexpr int64_t D = 10, pairs = 4, count = 3, first = 5;
   for (const bool interleaved : {false, true}) {

@@ -22,22 +22,24 @@ inline void turn_row(const AppendParams& p, int64_t position, T* x) {
 }
 
 // round(x / scale) with scale = max|x| / 127, and the scale. A row with NaN or Inf gets a NaN scale, and so stays NaN.
+// Up to the next multiple of N, x is followed by zeros; it is overwritten.
 template <class T>
-inline float quantize_row(const T* x, int64_t n, int64_t stride, int8_t* to) {
-  T largest = 0;
-  bool finite = true;
-  for (int64_t d = 0; d < n; ++d) {
-    largest = std::max(largest, std::fabs(x[d]));
-    finite = finite && std::isfinite(x[d]);
-  }
-  const auto scale = static_cast<float>(largest / T(127));
-  if (!finite || !std::isfinite(scale)) {
+inline float quantize_row(T* x, int64_t n, int64_t stride, int8_t* to) {
+  using V = Vec<T>;
+  const int64_t padded = round_up_to(n, V::N);
+  const auto scale = static_cast<float>(largest_magnitude(x, padded) / T(127));
+  if (!std::isfinite(scale) || scale == 0) {
     for (int64_t d = 0; d < n; ++d) to[d * stride] = 0;
-    return std::numeric_limits<float>::quiet_NaN();
+    return std::isfinite(scale) ? scale : std::numeric_limits<float>::quiet_NaN();
   }
-  for (int64_t d = 0; d < n; ++d) {
-    const T number = scale > 0 ? std::nearbyint(x[d] / static_cast<T>(scale)) : T(0);
-    to[d * stride] = static_cast<int8_t>(std::clamp(number, T(-127), T(127)));
+  const V divisor = V::broadcast(static_cast<T>(scale));
+  const V whole = V::broadcast(sizeof(T) == 4 ? T(0x1.8p23) : T(0x1.8p52));  // added to a number, it leaves no fraction
+  for (int64_t d = 0; d < padded; d += V::N) ((V::load(x + d) / divisor + whole) - whole).store(x + d);
+  const auto byte = [&](int64_t d) { return static_cast<int8_t>(std::clamp(x[d], T(-127), T(127))); };
+  if (stride == 1) {  // the compiler makes vectors of this one
+    for (int64_t d = 0; d < n; ++d) to[d] = byte(d);
+  } else {
+    for (int64_t d = 0; d < n; ++d) to[d * stride] = byte(d);
   }
   return scale;
 }
@@ -61,7 +63,7 @@ void append_of(const AppendParams& p, const Parallel& parallel) {
   const bool as_it_is = p.cos == nullptr && p.from.dtype == p.to.dtype;
 
   share_tasks(threads, p.batch * p.heads, [&](auto&& next) {
-    const auto x = std::make_unique_for_overwrite<T[]>(static_cast<size_t>(p.D));
+    const auto x = std::make_unique<T[]>(static_cast<size_t>(round_up_to(p.D, Vec<T>::N)));
     for (int64_t task; (task = next()) >= 0;) {
       const int64_t b = task / p.heads, h = task % p.heads;
       const int64_t first = p.cu ? p.cu[b] : 0, count = p.cu ? p.cu[b + 1] - first : p.n;

@@ -15,19 +15,6 @@
 namespace attn_ext::cpu::ATTN_EXT_ISA_NAMESPACE {
 namespace {
 
-// The largest magnitude of x[0 … count), count a multiple of N; NaN or Inf where one is among them.
-inline float largest_magnitude(const float* x, int64_t count) {
-  using V = Vec<float>;
-  V largest = V::zero();
-  FiniteCheck<float> check;
-  for (int64_t i = 0; i < count; i += V::N) {
-    const V size = V::abs(V::load(x + i));
-    largest = V::max(size, largest);
-    check.see(size, V::zero());
-  }
-  return check.all_finite() ? largest.largest() : std::numeric_limits<float>::quiet_NaN();
-}
-
 template <class Products>
 void ForwardWorker<Products>::layout_bytes(Carver& carve, bool exists) {
   using Bytes = typename Products::Bytes;

@@ -63,6 +63,20 @@ struct FiniteCheck {
   }
 };
 
+// The largest magnitude of x[0 … count), count a multiple of N; NaN where NaN or Inf is among them.
+template <class T>
+inline T largest_magnitude(const T* x, int64_t count) {
+  using V = Vec<T>;
+  V largest = V::zero();
+  FiniteCheck<T> check;
+  for (int64_t i = 0; i < count; i += V::N) {
+    const V size = V::abs(V::load(x + i));
+    largest = V::max(size, largest);
+    check.see(size, V::zero());
+  }
+  return check.all_finite() ? largest.largest() : std::numeric_limits<T>::quiet_NaN();
+}
+
 // Copies n elements `stride` apart to dst as T.
 template <class T, class Storage>
 inline void copy_row(const Storage* src, int64_t stride, int64_t n, T* dst) {
