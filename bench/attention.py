@@ -487,7 +487,16 @@ def memory_cells(measured: dict[str, Any] | None) -> list[str]:
 
 
 MARKS = {"SDPA": "", "SDPA with mask": "ᵐ", "formula": "ᶠ"}
-MARKS_SENTENCE = "ᵐ with the options as one ready-made mask; ᶠ the plain formula, where SDPA lacks the option"
+MARKS_MEAN = {
+    "SDPA with mask": "with the options as one ready-made mask",
+    "formula": "the plain formula, where SDPA lacks the option",
+}
+
+
+def marks_sentence(rows: Sequence[dict[str, Any]]) -> str:
+    """What the marks that these rows have mean; empty where they have none."""
+    ways = {row["rivals"]["torch"].get("how") for row in rows if row["check"]["ok"]}
+    return "".join(f"; {MARKS[way]} {meaning}" for way, meaning in MARKS_MEAN.items() if way in ways)
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -497,7 +506,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     lines = [
         "Time of one call: median ± half the spread from the 20th to the 80th percentile. B,Hq/Hkv,Lq×Lk,D/Dv. "
         "flops: 4·B·Hq·Lq·Lk·(D+Dv)/2 of visible scores (causal: half), backward 2.5 ×.",
-        f"torch: F.scaled_dot_product_attention; {MARKS_SENTENCE}. ratio: torch's time over "
+        f"torch: F.scaled_dot_product_attention{marks_sentence(rows)}. ratio: torch's time over "
         "ours. MB: what the call returns; + what the peak of memory "
         "rises by beyond that (backward rows: with their forward pass).",
     ]

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bench.attention import MARKS, MARKS_SENTENCE, microseconds, percent, rate
+from bench.attention import MARKS, marks_sentence, microseconds, percent, rate
 from bench.common import BenchError, add_row_filter, clearly_faster, machine_line, read_json
 from bench.peers import ENGINES
 
@@ -94,7 +94,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"{machine_line(result['machine'])}. {ceilings_sentence(result)}Times: median ± half of p20 to p80; bold where "
-        f"our p80 lies below torch's p20. torch: SDPA; {MARKS_SENTENCE}.",
+        f"our p80 lies below torch's p20. torch: SDPA{marks_sentence(result['rows'])}.",
     ]
     return "\n".join(lines)
 

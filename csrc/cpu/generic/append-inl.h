@@ -35,12 +35,7 @@ inline float quantize_row(T* x, int64_t n, int64_t stride, int8_t* to) {
   const V divisor = V::broadcast(static_cast<T>(scale));
   const V whole = V::broadcast(sizeof(T) == 4 ? T(0x1.8p23) : T(0x1.8p52));  // added to a number, it leaves no fraction
   for (int64_t d = 0; d < padded; d += V::N) ((V::load(x + d) / divisor + whole) - whole).store(x + d);
-  const auto byte = [&](int64_t d) { return static_cast<int8_t>(std::clamp(x[d], T(-127), T(127))); };
-  if (stride == 1) {  // the compiler makes vectors of this one
-    for (int64_t d = 0; d < n; ++d) to[d] = byte(d);
-  } else {
-    for (int64_t d = 0; d < n; ++d) to[d * stride] = byte(d);
-  }
+  for (int64_t d = 0; d < n; ++d) to[d * stride] = static_cast<int8_t>(std::clamp(x[d], T(-127), T(127)));
   return scale;
 }
 

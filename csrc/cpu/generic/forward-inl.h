@@ -393,6 +393,7 @@ class ForwardWorker {
       const bool plain = strip.all_visible && !units_.scaled && !p_.mask;
       for (int64_t i = strip.row_begin; i < strip.row_end; ++i) {
         T* x = scores_ + (i - row_begin) * ld;
+        uint8_t* hidden = hidden_ + (i - row_begin) * ld;
         if (p_.scales.k) scale_row(s, k_scales_, x);
         if (!plain) finish_scores<T>(p_, units_, sequence_, row_[i], s, buffers_, x);
         if (!packs_values_first_ && p_.Dv > 0 && !exclude_hidden && hides_bad_value(s, x)) {
@@ -403,12 +404,10 @@ class ForwardWorker {
           }
         }
         if (exclude_hidden) {
-          for (int64_t j = s.from - s.start; j < s.to - s.start; ++j) {
-            hidden_[(i - row_begin) * ld + j] = x[j] == -kInfinity<T>;
-          }
+          for (int64_t j = s.from - s.start; j < s.to - s.start; ++j) hidden[j] = x[j] == -kInfinity<T>;
         }
         softmax_row(i, s, x, t);
-        if (p_.scales.k) scale_row(s, v_scales_, x);
+        if (p_.scales.k) scale_weights(s, exclude_hidden ? hidden : nullptr, x);
       }
     }
 
@@ -467,7 +466,6 @@ class ForwardWorker {
   void multiply_keys_by_held_queries(int64_t rows, int64_t from, int64_t to);
   void turn_scores(const T* turned, int64_t stride, int64_t rows, int64_t j);
   void turn_queries();
-  void clear_hidden_weights(const Strip& strip, int64_t first_row);
   void multiply_pairs_of_values(Strips strips, bool exclude_hidden, Partial t);
   void multiply_values_while_packing(const Strip& strip, int64_t from, int64_t to, int64_t column, bool exclude_hidden,
                                      Partial t);
@@ -543,6 +541,13 @@ class ForwardWorker {
   // x *= scales of an int8 cache.
   static void scale_row(const Stretch& s, const T* scales, T* x) {
     for (int64_t j = s.from - s.start; j < s.to - s.start; j += N) (V::load(x + j) * V::load(scales + j)).store(x + j);
+  }
+
+  // x *= v's scales for the weights of a row. A hidden key's stays 0, whose scale may be NaN; hidden: null where all are seen.
+  void scale_weights(const Stretch& s, const uint8_t* hidden, T* x) const {
+    scale_row(s, v_scales_, x);
+    if (!hidden) return;
+    for (int64_t j = s.from - s.start; j < s.to - s.start; ++j) x[j] = hidden[j] ? T(0) : x[j];
   }
 
   // Whether a key of a block that was not packed is hidden from this row, and the block's values hold NaN or Inf.

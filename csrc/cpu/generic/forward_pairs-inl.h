@@ -76,10 +76,7 @@ void ForwardWorker<Products>::weigh_row(const Strip& strip, int64_t r, int64_t h
   Left* weights = weights_ + row * weights_stride();
   if (!p_.dropout && !p_.scales.k) return softmax_row(r, s, x, t, weights);
   softmax_row(r, s, x, t);
-  if (p_.scales.k) scale_row(s, v_scales_, x);
-  if (p_.scales.k && exclude_hidden) {  // a hidden key's scale may be NaN
-    for (int64_t j = from; j < to; ++j) x[j] = hidden[j] ? T(0) : x[j];
-  }
+  if (p_.scales.k) scale_weights(s, exclude_hidden ? hidden : nullptr, x);
   Products::narrow(x + from, to - from, weights + from);
 }
 
@@ -218,23 +215,10 @@ void ForwardWorker<Products>::turn_queries() {
   Products::pack_keys(rows, EvenRows(rows, reinterpret_cast<const char*>(q_)), rows_, p_.D, turned_q_);
 }
 
-// A hidden key's weight is 0 times the scale of its value, which may be NaN.
-template <class Products>
-void ForwardWorker<Products>::clear_hidden_weights(const Strip& strip, int64_t first_row) {
-  const int64_t from = strip.panel_begin * kPanelKeys, to = padded_keys(strip.panel_end);
-  for (int64_t r = strip.row_begin - first_row; r < strip.row_end - first_row; ++r) {
-    T* x = scores_ + r * scores_stride_;
-    for (int64_t j = from; j < to; ++j) x[j] = hidden_[r * scores_stride_ + j] ? T(0) : x[j];
-  }
-}
-
 // Step 4 over pairs of keys: the weights rounded to bf16, the values packed unless they were.
 template <class Products>
 void ForwardWorker<Products>::multiply_pairs_of_values(Strips strips, bool exclude_hidden, Partial t) {
   const int64_t ld = weights_stride(), first_row = strips[0].row_begin;
-  for (const Strip& strip : strips) {
-    if (exclude_hidden && p_.scales.k) clear_hidden_weights(strip, first_row);
-  }
   if constexpr (Products::kBytesAsTheyLie) {
     if (bytes_) return multiply_values_of_bytes(strips[0], t);
   }

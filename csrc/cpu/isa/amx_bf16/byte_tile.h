@@ -15,8 +15,8 @@ struct ByteTile {
   static constexpr int kTileSums = amx::kTileRows * amx::kTileColumns;
   static constexpr int kHeldTiles = 4;       // of q, in registers 4 to 7
   static constexpr int kAsked = kTileBytes;  // bytes of k or v that are asked for at a time
-  // Numbers up to this one have three digits of 8 bits with a sign.
-  static constexpr float kLargest = 0x1p22f;
+  // Three digits with a sign hold whole numbers of up to 2^kWholeBits.
+  static constexpr int kWholeBits = 22;
 
   // What numbers of a row are multiplied with to have three digits: 2^22 over the power of two above its largest one, and
   // back. In two steps, as 2^22 over a number near 2^-126 is none in fp32. By their bits: the C library's functions took a
@@ -27,7 +27,7 @@ struct ByteTile {
     V whole_numbers(V x) const { return x * V::broadcast(lift) * V::broadcast(to_whole); }
   };
   static Unit unit_for(float largest) {
-    constexpr int kBias = 127, kFraction = 23, kWholeBits = 22;
+    constexpr int kBias = 127, kFraction = 23;
     const auto two_to = [](int exponent) {
       return std::bit_cast<float>(static_cast<uint32_t>(kBias + exponent) << kFraction);
     };
@@ -122,7 +122,7 @@ struct ByteTile {
     (std::make_integer_sequence<int, count>());
   }
 
-  // x, up to kLargest, rounded to whole numbers: x = Σ digit[t] · 256^t, each digit in [−128, 127].
+  // x, up to 2^kWholeBits, rounded to whole numbers: x = Σ digit[t] · 256^t, each digit in [−128, 127].
   static void split(V x, __m512i (&digit)[kDigits]) {
     constexpr float kHalfOfFraction = 12582912.0f;  // 1.5 · 2^23: added to x, the fraction's bits are x
     const __m512 shifted = _mm512_add_ps(x.v, _mm512_set1_ps(kHalfOfFraction));
